@@ -23,7 +23,8 @@ from gradcheck_suite.errors import CannotRunHere, GradcheckSuiteError, UsageErro
 from gradcheck_suite.run import environment
 
 if TYPE_CHECKING:
-    from gradcheck_suite.auditing.context import audit, objective
+    from gradcheck_suite.auditing.context import objective
+    from gradcheck_suite.auditing.session import audit
     from gradcheck_suite.loops.trainers.adapters.transformers_trainer import transformers_loop
     from gradcheck_suite.port.compare import compare_port
     from gradcheck_suite.port.pair import Port
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "Port": "port.pair",
     "PortResult": "port.result",
-    "audit": "auditing.context",
+    "audit": "auditing.session",
     "cases": "strategies.cases",
     "check": "verification.check",
     "compare_port": "port.compare",

@@ -116,7 +116,7 @@ def audit_training() -> Callable[..., AbstractContextManager[Any]]:
 
     @contextmanager
     def audited(**options: Any) -> Iterator[Any]:
-        from gradcheck_suite.auditing.context import audit
+        from gradcheck_suite.auditing.session import audit
 
         with _bad_input_fails():
             auditing = audit(**{"name": "this test", "quiet": True, **options})

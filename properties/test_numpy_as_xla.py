@@ -7,7 +7,7 @@ that decide: zeros of both signs, ties, infinities and NaN.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,8 +19,20 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.extend.core import jaxprs_in_params
 
-from gradcheck_suite.reference import tape
-from gradcheck_suite.reference.evaluation import Program, ProgramRequest, Sample, difference
+from gradcheck_suite.reference import programs, tape
+from gradcheck_suite.reference.evaluation import (
+    Program,
+    ProgramRequest,
+    Sample,
+    copied,
+    difference,
+    leaves,
+)
+from gradcheck_suite.reference.large_batch import Reference
+from gradcheck_suite.reference.programs import Programs
+from gradcheck_suite.run.instance import generated_instance
+from gradcheck_suite.strategies.cases import cases
+from gradcheck_suite.strategies.drawing import draw_cases
 
 FINITE = (0.0, -0.0, 0.5, -0.5, 1.0, 1.0, -1.5, 2.5, 3.0, 1e-3, -40.3, 700.3)
 SPECIAL = (np.nan, np.inf, -np.inf)
@@ -434,3 +446,46 @@ def test_every_rule_of_the_tape_has_a_row():
 
     collect()
     assert tape.RULES.keys() - seen == set()
+
+
+# Whole programs: the layers and losses of drawn problems.
+
+
+def _with(arguments: tuple[Any, ...], value: float) -> tuple[Any, ...]:
+    """Return a program's arguments with a value in the last one: a cotangent, or a loss's output.
+
+    Of what pads the input of a convolution, kernels of XLA itself disagree whether it is multiplied
+    by an infinite weight, so parameters stay as they are.
+    """
+    *others, last = arguments
+    place = last if isinstance(last, np.ndarray) else others[0]
+    changed = np.array(place)
+    if changed.dtype.kind == "f":
+        changed.reshape(-1)[::7] = value
+    return (*others, changed) if place is last else (changed, *others[1:], last)
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_programs_of_drawn_problems_are_what_xla_computes(seed, monkeypatch):
+    kept = Programs()
+    monkeypatch.setattr(programs, "PROGRAMS", kept)
+    samples: dict[Any, Sample] = {}
+
+    def keep(request, program, arguments, *, is_telling):
+        if is_telling:
+            samples[request.key] = Sample(request, program, copied(arguments), is_telling)
+
+    monkeypatch.setattr(kept._tapes, "keep_sample", keep)
+    for case in draw_cases(cases(), examples=25, seed_value=seed):
+        reference = Reference(generated_instance(case))
+        if reference.instance.accumulable_spec is not None:
+            assert reference.jax
+    assert len(samples) > 20
+    for sample in samples.values():
+        for value in (None, np.nan, np.inf, -np.inf, 0.0):
+            arguments = sample.arguments if value is None else _with(sample.arguments, value)
+            by_xla = leaves(kept.run(sample.request, *arguments))
+            found = difference(
+                replace(sample, arguments=arguments), [np.asarray(result) for result in by_xla]
+            )
+            assert found is None, (sample.request.key, value)

@@ -11,29 +11,46 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import compress, pairwise
+from operator import not_
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal, TextIO
 
 import torch
 
-from gradcheck_suite.auditing.custom_functions import FunctionKey
+from gradcheck_suite.auditing.custom_functions import (
+    NOT_SEEN,
+    CallsOfProgram,
+    FunctionKey,
+    statement_of,
+)
 from gradcheck_suite.auditing.events import Event, Gap, PassRecord, settle
 from gradcheck_suite.auditing.jax_opinion import JaxOpinion, ask_jax, kept_calls
 from gradcheck_suite.auditing.judge import ORPHANS, Judge
-from gradcheck_suite.auditing.module_calls import ModuleCall, ModuleCalls
+from gradcheck_suite.auditing.modes import AsBefore
+from gradcheck_suite.auditing.module_calls import ModuleCall, ModuleCalls, without_gradients
 from gradcheck_suite.auditing.places import Place, here, living
 from gradcheck_suite.auditing.program_state import preserve_rng
-from gradcheck_suite.auditing.recomputation import Asked, Part, recompute
+from gradcheck_suite.auditing.recomputation import (
+    SENTENCES,
+    UNEXPLAINED,
+    Asked,
+    Part,
+    Recomputed,
+    judge_calls_of_program,
+    recompute,
+)
 from gradcheck_suite.auditing.recorder import Recorder, Running
 from gradcheck_suite.auditing.replay import StepWindow, near
 from gradcheck_suite.auditing.schedule import Schedule
+from gradcheck_suite.auditing.stopping import StoppedOnViolation, Terminated
 from gradcheck_suite.auditing.strays import Strays
 from gradcheck_suite.auditing.sums import StepFault
 from gradcheck_suite.auditing.terms import Reader, declare
+from gradcheck_suite.auditing.told import Told
 from gradcheck_suite.auditing.weighing import violation_of
 from gradcheck_suite.core.findings import Found, finding
 from gradcheck_suite.core.options import DEFAULT_BUDGET, INSTRUMENTS, AuditOptions, takes
@@ -52,6 +69,8 @@ from gradcheck_suite.run.private_names import expect_present
 
 PATIENCE = 60.0
 """Seconds for which rank 0 waits for ranks that have written nothing, as those of another machine."""
+GRACE = 10.0
+"""Seconds for which it waits for any rank once it was told to end: torchrun ends it for good after 30."""
 
 
 @dataclass(frozen=True)
@@ -221,21 +240,47 @@ class RankWriter:
         self._file.close()
 
 
+class RankReader:
+    """Reads what a rank writes, each time what is new.
+
+    Args:
+        ranks: the run.
+        rank: of the process whose file is read.
+    """
+
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        self._ranks, self._found = ranks, RankFile(rank)
+        self._path: Path | None = None
+        self._at = 0
+
+    def read(self) -> RankFile:
+        """Return what the rank has written so far."""
+        path = self._ranks.path(self._found.rank)
+        if path != self._path:  # that of an earlier run, until this run's was begun
+            self._path, self._at, self._found = path, 0, RankFile(self._found.rank)
+        # an entry that is being written ends too early, and is read the next time
+        with contextlib.suppress(EOFError, FileNotFoundError, pickle.UnpicklingError):
+            if path is not None and path.stat().st_size > self._at:
+                with path.open("rb") as file:
+                    self._read_on(file)
+        return self._found
+
+    def _read_on(self, file: IO[bytes]) -> None:
+        file.seek(self._at)
+        while True:
+            entry = pickle.load(file)
+            self._at = file.tell()
+            if isinstance(entry, Writer):
+                self._found.writer = entry
+            elif isinstance(entry, End):
+                self._found.end = entry
+            else:
+                self._found.events.append(entry)
+
+
 def read(ranks: Ranks, rank: int) -> RankFile:
     """Return what a rank has written so far."""
-    found = RankFile(rank)
-    with contextlib.suppress(EOFError, FileNotFoundError, pickle.UnpicklingError):
-        if path := ranks.path(rank):
-            with path.open("rb") as file:
-                while True:
-                    entry = pickle.load(file)
-                    if isinstance(entry, Writer):
-                        found.writer = entry
-                    elif isinstance(entry, End):
-                        found.end = entry
-                    else:
-                        found.events.append(entry)
-    return found
+    return RankReader(ranks, rank).read()
 
 
 def _lives(pid: int) -> bool:
@@ -250,13 +295,25 @@ def _lives(pid: int) -> bool:
     return not state.exists() or state.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def gather(ranks: Ranks, patience: float = PATIENCE) -> list[RankFile]:
-    """Wait until each other rank has ended or died, and return what all have written."""
-    deadline = time.monotonic() + patience
+def gather(
+    ranks: Ranks, patience: float = PATIENCE, hurries: Callable[[], float | None] = lambda: None
+) -> list[RankFile]:
+    """Wait until each other rank has ended or died, and return what all have written.
+
+    Args:
+        ranks: the run.
+        patience: seconds for which ranks are waited for of which nothing is known.
+        hurries: returns when this process was told to end, after which it waits for `GRACE`.
+    """
+    begun = time.monotonic()
+    readers = [RankReader(ranks, rank) for rank in range(ranks.size)]
     while True:
-        found = [read(ranks, rank) for rank in range(ranks.size)]
+        found = [reader.read() for reader in readers]
         others = [f.is_open for f in found if f.rank != ranks.rank]
-        if True not in others and (None not in others or time.monotonic() > deadline):
+        now, told = time.monotonic(), hurries()
+        if told is not None and now > told + GRACE:
+            return found
+        if True not in others and (None not in others or now > begun + patience):
             return found
         time.sleep(0.1)
 
@@ -290,13 +347,6 @@ def _say(lines: Sequence[str], standard_error: TextIO) -> None:
             ["", *lines] if not in_notebook else lines,
             sys.stdout if in_notebook else standard_error,
         )
-
-
-class StoppedOnViolation(BaseException):
-    """Ends a run at its first violation.
-
-    No `Exception`, so that a program that catches those ends all the same.
-    """
 
 
 @takes(AuditOptions)
@@ -337,18 +387,24 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._standard_error = sys.stderr
         self._process = os.getpid()
         self._passes = self._passes_at_step = 0
-        self._after_gap = self._was_full = self._copied = False
-        self._told: set[Any] = set()
+        self._after_gap = self._was_full = False
+        self._tried = set[str]()
+        self._doubts: dict[int, str] = {}
+        self._covered: tuple[int, int] | None = None
+        self._reasons = dict[str, Found]()
+        self._told = Told()
         self._events: list[Event] = []
         self._places: set[Place] = set()
+        self._lines: set[str] = set()
         self._names: dict[int, str] = {}
         self._dtypes: dict[int, str] = {}
         self._ranks = Ranks.of()
         self._schedule = Schedule(self.options, on_ranks=self._ranks is not None)
         self._recorder = Recorder(
             self._receive,
-            lambda: self._schedule.whole or (self._forwards.copies and not self._copied),
+            lambda: self._schedule.whole or self._is_of_kept,
             self._resumes,
+            self._pass_begins,
             weights="weights" not in self.options.without,
             sums="sums" not in self.options.without,
             objectives=dict(given.split("=", 1) for given in self.options.objectives),
@@ -360,9 +416,11 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             self._records_calls, self._keep_cotangent, self._keep_mode, self._forwards_failed
         )
         self._strays = Strays(self._recorder.parameters)
+        self._hurries: float | None = None
         self._running: dict[int, Running] = {}
         self._recomputed: Counter[str] = Counter()
         self._functions: set[FunctionKey] = set()
+        self._outside = CallsOfProgram()
         self._calls: list[Part] | str | None = None
         self._opinion: JaxOpinion | None = None
 
@@ -422,6 +480,9 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if self._observing:
             self._observing = False
             self._forwards.close()
+            for kind in self._outside.close():
+                said = f"custom function {kind.__name__}: {NOT_SEEN}"
+                self._judge.note(finding("custom-function", said))
             self._recorder.close()
             self._stance.close()
 
@@ -479,9 +540,11 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             self._judge.end(complete=complete)
         except Exception as fault:
             self._recorder.switch_off("steps", fault)
-        if self.options.jax and not isinstance(error, KeyboardInterrupt):
+        if self.options.jax and not isinstance(error, KeyboardInterrupt | Terminated):
             calls = self._calls or []
-            self._opinion = JaxOpinion(refusal=calls) if isinstance(calls, str) else ask_jax(calls)
+            with AsBefore(()):
+                told = JaxOpinion(refusal=calls) if isinstance(calls, str) else ask_jax(calls)
+            self._opinion = told
         return self._finished(error)
 
     def _of_all_ranks(self, ranks: Ranks, error: BaseException | None) -> Result:
@@ -495,7 +558,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
                 rank=ranks.rank,
                 ranks=ranks.size,
             )
-        files = gather(ranks)
+        files = gather(ranks, hurries=lambda: self._hurries)
         complete = all(file.end is not None and file.end.complete for file in files)
         self._judge = self._judged([file.events for file in files], complete=complete)
         if self._judge.ranks_train_apart:
@@ -534,6 +597,15 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         judge.end(complete=complete)
         return judge
 
+    def when_idle(self, act: Callable[[], None]) -> None:
+        """Call a function, which closes the audit, once nothing of the audit's is half done."""
+        self.hurry()
+        self._recorder.when_idle(act)
+
+    def hurry(self) -> None:
+        """Wait for other ranks no longer than a launcher waits for this one."""
+        self._hurries = self._hurries or time.monotonic()
+
     @property
     def result(self) -> Result:
         """The result so far, or the final one where the audit is closed."""
@@ -557,12 +629,28 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         begun = self._standard_error
         return sys.stderr if begun is None or getattr(begun, "closed", False) else begun
 
+    @standard_error.setter
+    def standard_error(self, stream: TextIO) -> None:
+        self._standard_error = stream
+
     def _is_full(self) -> bool:
         """Return whether the window that runs is computed again.
 
         Whose it is shows at its step, so all are until that of each optimizer that is due has been.
         """
-        return self._schedule.full or (self._forwards.copies and not self._copied)
+        return self._schedule.full or self._is_of_kept
+
+    def _pass_begins(self) -> bool:
+        """Return whether the window that runs is computed again; a pass of it begins."""
+        if self._is_full():
+            self._forwards.pass_begins()
+            return True
+        return False
+
+    @property
+    def _is_of_kept(self) -> bool:
+        """Whether the window that runs is the first one of whose calls more is kept."""
+        return not self._forwards.keeps <= self._tried
 
     def _resumes(self, optimizer: int) -> bool:
         """Count a window, and return whether those after it are judged again."""
@@ -586,6 +674,10 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
 
     def _pause(self) -> None:
         self._forwards.close()
+        unseen = self._outside.close()
+        self._functions -= unseen | {
+            statement_of(kind) for kind in unseen
+        }  # a later window shows them
         self._running.clear()
         self._recorder.pause()
 
@@ -624,10 +716,11 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             return
         self._places.add(event.place)
         if isinstance(event, PassRecord):
-            if self._is_full() and self._recorder.last is not None and self._recorder.last.forwards:
+            if self._is_full() and self._recorder.last is not None:
                 self._running[self._passes] = self._recorder.last
             self._passes += 1
             self._strays.on_pass(event)
+            self._lines.update(term.line for term in event.terms if term.line)
         else:
             self._strays.on_step(event)
             for key in self._strays.found.keys() - self._names.keys():
@@ -670,13 +763,27 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         """
         for event in self._taken():
             self._judge.take([event])
+        window = None if "batch" in self.options.without else self._judge.window
+        if again and window is not None:
+            # what a call needs to give the same again is kept in the next window, and in that one
+            # it is known whether it helps
+            self._tried |= self._forwards.keeps
+            self._recompute(window)
+            self._judge_draws(window)
+        if window is not None and (again or self._outside.has_calls):
+            self._judge_functions(window)
         if again:
-            if self._judge.window is not None and "batch" not in self.options.without:
-                self._recompute(self._judge.window)
             self._running.clear()
-        for violation in self._judge.violations():
-            if not self.options.accepts(violation.diagnosis, violation.where):
-                self._tell(violation)
+        self._forwards.forget_draws()
+        # a run that ends at its first violation has no later window
+        stops = self.options.stop_on_violation
+        for violation in self._judge.settled(is_last=stops):
+            if any(map(violation.is_accepted_by, self.options.accept)):
+                continue
+            if stops and self._observing:
+                raise StoppedOnViolation
+            # how often it occurs is known at the end, and counted there alone
+            self._tell(replace(violation, occurrences=1))
 
     # The window again
 
@@ -685,6 +792,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
 
     def _keep_cotangent(self, forward: ModuleCall, index: int, cotangent: torch.Tensor) -> None:
         if (running := self._observed()) is not None:
+            if forward not in running.forwards:
+                forward.note_backward()
             running.forwards.setdefault(forward, {})[index] = cotangent
 
     def _keep_mode(self, module: int, training: bool, _: torch.Tensor) -> None:
@@ -714,6 +823,9 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             violation.diagnosis == "repeated-micro-batch" or _is_rescaled_each_time(window)
         ):
             return
+        # of a loss that each pass has as a whole, no weight of a pass is the right one
+        if violation is not None and _is_of_weights_alone(violation):
+            return
         if window.copies:
             said = (
                 "a window was not computed again: the optimizer steps on copies of the parameters"
@@ -721,7 +833,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             self._judge.note(finding("copied-parameters", said))
             return
         if violation is not None and violation.weights:
-            weights = _righted(violation, weights)
+            weights = _righted(violation, weights, window)
         if not weights or window.edit is not None or self._recorder.is_off("the window again"):
             return
         known = self._recorder.parameters
@@ -738,7 +850,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         observed = {
             id(p): p.grad for k, p in live.items() if p.grad is not None and k not in hooked
         }
-        with self._recorder.mute():
+        with self._alone():
             passes = {i: seen.records[0] for i, seen in window.passes.items() if i in weights}
             asked = Asked(
                 [self._running.get(i, Running(record, Reader())) for i, record in passes.items()],
@@ -754,13 +866,11 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
                 },
             )
             found = recompute(asked)
-        # inputs that the program changes in place are copied in the next window
-        self._copied = self._forwards.copies
-        self._forwards.copies |= found.inputs_changed
-        for note in found.notes:
-            self._judge.note(note)
+        self._note_recomputed(found, window.optimizer)
         if found.how is not None:
-            self._recomputed[found.how] += 1
+            compared, reached = found.covered
+            some = f", {compared} of {reached} parameters" if compared < reached else ""
+            self._recomputed[f"{found.how}{some}"] += 1
             self._schedule.again[window.optimizer] += 1
             if self.options.jax and self._calls is None:
                 self._calls = kept_calls(found.parts)
@@ -770,27 +880,68 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             key = next((k for k, p in live.items() if id(p) == found.parameter), None)
             name = None if key is None else self._name_of(key)
             last = window.passes[max(window.passes)].site
-            fault = violation_of(StepFault(found.name, found.sentence), window, last, name)
+            step_fault = StepFault(found.name, found.sentence, causes=found.causes)
+            fault = violation_of(step_fault, window, last, name)
             self._judge.add(replace(fault, error=found.error, allowed=found.allowed))
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Record nothing, and keep the program's gradients out of reach."""
+        own = [known.reference() for known in self._recorder.parameters.values()]
+        with self._recorder.mute(), without_gradients([p for p in own if p is not None]):
+            yield
+
+    def _judge_draws(self, window: StepWindow) -> None:
+        """Judge what modules drew when a backward called them again."""
+        if self._forwards.redrawn and window.passes and self._judge.of_last_step() is None:
+            sentence = SENTENCES["redrawn again"].format(module=self._forwards.redrawn)
+            last = window.passes[max(window.passes)].site
+            self._judge.add(violation_of(StepFault("wrong-backward", sentence), window, last))
+
+    @preserve_rng()
+    def _judge_functions(self, window: StepWindow) -> None:
+        """Judge the custom functions that the program calls outside of recorded modules."""
+        if self._recorder.is_off("the window again"):
+            return
+        passes = [self._running[i] for i in window.passes if i in self._running]
+        with self._alone():
+            found = judge_calls_of_program(self._outside, passes, self._functions)
+        for note in found.notes:
+            self._judge.note(note)
+        if found.name is not None and self._judge.of_last_step() is None:
+            last = window.passes[max(window.passes)].site
+            fault = violation_of(StepFault(found.name, found.sentence), window, last)
+            self._judge.add(replace(fault, error=found.error, allowed=found.allowed))
+
+    def _note_recomputed(self, found: Recomputed, optimizer: int) -> None:
+        """Note what a window that was computed again has shown, or why it could not be."""
+        if found.keep is not None:
+            self._forwards.keeps.add(found.keep)
+        if found.doubt:
+            self._doubts[optimizer] = found.doubt
+        elif found.how is not None or found.reason:
+            self._doubts.pop(optimizer, None)
+        for note in found.notes:
+            if note.name == UNEXPLAINED:
+                self._reasons.setdefault(note.name, note)
+            else:
+                self._judge.note(note)
 
     @preserve_rng()
     def _tell(self, violation: Violation) -> None:
-        """Print a violation, unless it was printed; stop the run there where that is asked."""
-        # a later window may give the fault of an earlier one another name; ranks that train by
-        # themselves may have a fault each at one place
-        told = {violation.diagnosis, (violation.step, violation.where)}
-        if told & self._told and self._ranks is None:
+        """Print a violation, unless one of its diagnosis was printed."""
+        # ranks that train by themselves may have a fault each at one place
+        if self._told.has(violation.diagnosis) and self._ranks is None:
             return
-        self._told |= told
+        self._told.add(violation)
         if not self.quiet:
             _say(violation.words, self.standard_error)
-        if self.options.stop_on_violation and self._observing:
-            raise StoppedOnViolation
 
     def _finished(self, error: BaseException | None) -> Result:
-        found = self._judge.violations()
-        violations = tuple(v for v in found if not self.options.accepts(v.diagnosis, v.where))
-        accepted = tuple(v for v in found if self.options.accepts(v.diagnosis, v.where))
+        found = self._told.final(self._judge.violations())
+        is_accepted = [any(map(v.is_accepted_by, self.options.accept)) for v in found]
+        violations = tuple(compress(found, map(not_, is_accepted)))
+        accepted = tuple(compress(found, is_accepted))
         off = Counter(
             finding(
                 "failed-instrument",
@@ -803,6 +954,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         parts = Counter({part.found: steps for part, steps in unknown.items()})
         strays = () if self._judge.has_copies else self._strays.findings(self._name_of)
         findings = parts + self._recorder.notes + self._judge.notes() + Counter(strays) + off
+        findings += Counter(self._recorder.unused_objectives)
         whole = (
             not {*self.options.without} & {"weights", "sums"}
             and not self._recorder.off
@@ -824,12 +976,11 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         ]
         if self._recorder.off or self._recorder.concurrent:
             violations = accepted = ()
-        for violation in violations:
+        for violation in violations if self not in _open else ():
             self._tell(violation)  # what the end of the run, or all ranks together, have shown
         windows = len(self._judge.weighed | self._judge.violated)
-        files = {
-            line.rpartition(":")[0] for place in self._places for line in (place.line, *place.path)
-        }
+        lines = {line for place in self._places for line in (place.line, *place.path)}
+        files = {line.rpartition(":")[0] for line in lines | self._lines}
         if set(self.options.without) == {"weights", "sums"}:
             windows = self._recomputed.total()
         unjudged = None if violations or accepted else self._why_unjudged(windows, findings)
@@ -849,13 +1000,23 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             unknown=tuple(replace(part, steps=steps) for part, steps in unknown.items()),
             disagreements=disagreements,
             findings=tuple(map(str, named)),
-            named_findings=tuple(named),
+            named_findings=self._as_wanted(named, unjudged),
             unjudged=None if unjudged is None else unjudged.words,
             unjudged_reason=None if unjudged is None else unjudged.name,
-            interrupted=isinstance(error, KeyboardInterrupt),
+            interrupted=isinstance(error, KeyboardInterrupt | Terminated),
             raised=_shown(error) or None,
             files=tuple((file, None) for file in sorted(files)),
         )
+
+    def _as_wanted(self, named: Sequence[Found], unjudged: Found | None) -> tuple[Found, ...]:
+        """Return the findings as the options have them, with the reason for which nothing was
+        judged where they say something of it.
+        """
+        found = [self.options.judged(one) for one in named]
+        if unjudged is not None:
+            whole = self.options.judged(unjudged)
+            found += [whole] if whole.fails or whole.reason is not None else []
+        return tuple(found)
 
     def _why_unjudged(self, windows: int, findings: Counter[Found]) -> Found | None:
         """Return why nothing could be judged, and what to do; None where something was."""
@@ -882,6 +1043,11 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
                 " trains nothing, or it trains in another process"
             )
             return finding("nothing-trained", said)
+        if self._reasons:
+            return next(iter(self._reasons.values()))
+        if self._doubts and self not in _open:
+            said = f"{next(iter(self._doubts.values()))}: the window could not be computed again, and no later one was"
+            return finding(UNEXPLAINED, said)
         if windows:
             return None
         reasons = Counter(self._judge.skipped.values())
@@ -905,8 +1071,27 @@ def _is_rescaled_each_time(window: StepWindow) -> bool:
     )
 
 
-def _righted(violation: Violation, weights: Mapping[int, float]) -> dict[int, float]:
-    """Return the weights of passes times expected over observed, where a pass has one such ratio."""
+def _is_of_weights_alone(violation: Violation) -> bool:
+    return violation.diagnosis == "unrecognised-weights" and not violation.weights
+
+
+def _has_one_weight(record: PassRecord) -> bool:
+    """Return whether all that went backward in a pass has one expression and one weight."""
+    weights = [abs(term.weight or 0.0) for term in record.terms]
+    expressions = {term.expression for term in record.terms}
+    return len(expressions) <= 1 and all(near(one, weights[0], 1e-6) for one in weights)
+
+
+def _righted(
+    violation: Violation, weights: Mapping[int, float], window: StepWindow
+) -> dict[int, float]:
+    """Return the weights of passes times expected over observed, where a pass has one such ratio.
+
+    None where a pass has other terms, too: a pass is computed again as a whole, and what they weigh
+    is right.
+    """
+    if not all(_has_one_weight(window.passes[index].records[0]) for index in weights):
+        return {}
     ratios: dict[int, set[float]] = {}
     for row in violation.weights:
         if row.observed and row.count and row.micro_batch is not None:

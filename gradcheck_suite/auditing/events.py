@@ -7,14 +7,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import NoneType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradcheck_suite.auditing import samples
+from gradcheck_suite.auditing.loss_terms import Term
 from gradcheck_suite.auditing.places import Loop, Place
-from gradcheck_suite.auditing.samples import Raw
-from gradcheck_suite.auditing.terms import Term
+
+if TYPE_CHECKING:
+    from gradcheck_suite.auditing.samples import Raw
 
 NONE, KEPT, TOUCHED, BY_HAND, LATE = "none", "kept", "touched", "by hand", "late"
 
@@ -112,6 +113,8 @@ class StepRecord:
         passed_by: where no GradScaler takes this step, the scales of those that there are.
         unwritten: keys of parameters whose `.grad` is the tensor that was last looked at, with
             nothing written to it.
+        before_clipping: key of a parameter -> a sample of its `.grad` when torch's clipping began,
+            for the first time since the last pass; empty where it did not.
         has_unseen: whether gradients arrived since the last step from a pass that was not entered
             from Python.
     """
@@ -133,11 +136,12 @@ class StepRecord:
     moved: dict[int, Raw] = field(default_factory=dict)
     passed_by: list[float] = field(default_factory=list)
     unwritten: Sequence[int] = ()
+    before_clipping: dict[int, Raw] = field(default_factory=dict)
     has_unseen: bool = False
 
     def columns(self) -> tuple[Column, ...]:
         """Return what may lie on a device."""
-        return self.gradients, self.values, self.moved
+        return self.gradients, self.values, self.moved, self.before_clipping
 
 
 @dataclass(frozen=True)
@@ -167,6 +171,11 @@ def settle(events: Sequence[Event]) -> None:
         for c in event.columns()
         if not {np.ndarray, NoneType}.issuperset(map(type, c.values()))
     ]
+    if not columns:
+        return
+    # a run of JAX alone has arrays only, and never imports torch
+    from gradcheck_suite.auditing import samples
+
     places = [(column, key) for column in columns for key, raw in column.items() if raw is not None]
     for (column, key), value in zip(
         places, samples.read([column[key] for column, key in places]), strict=True

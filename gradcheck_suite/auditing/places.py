@@ -6,6 +6,7 @@ import ast
 import contextlib
 import dis
 import gc
+import importlib.util
 import inspect
 import linecache
 import os
@@ -20,11 +21,10 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-import torch
-
 from gradcheck_suite.core.text import file_text
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
+_FOUND = importlib.util.find_spec("torch")  # does not import it: a script may be one of JAX alone
+_TORCH = os.path.dirname((_FOUND and _FOUND.origin) or "<no torch>") + os.sep
 _SUITE = str(Path(__file__).parents[1]) + os.sep
 _INSTALLED = tuple(
     {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -225,6 +225,31 @@ def is_tried(place: Place) -> bool:
         if any(one.lineno <= int(number) < one.handlers[0].lineno for one in tried):
             return True
     return False
+
+
+_LEAVES = ast.Break | ast.Return | ast.Raise
+
+
+def is_given_up(line: str) -> bool:
+    """Return whether the statement at `file:line` is followed, under the same condition, by one
+    that leaves the loop.
+    """
+    file, _, number = line.rpartition(":")
+    suites = (suite for node in ast.walk(_tree(file)) for suite in _conditional(node))
+    return any(_is_left_after(int(number), suite) for suite in suites)
+
+
+def _is_left_after(number: int, suite: list[ast.stmt]) -> bool:
+    """Return whether a line is one of some statements, and a later one of these leaves the loop."""
+    is_here = any(one.lineno <= number <= (one.end_lineno or number) for one in suite)
+    return is_here and any(one.lineno > number and isinstance(one, _LEAVES) for one in suite)
+
+
+def _conditional(node: ast.AST) -> list[list[ast.stmt]]:
+    """Return the statements that run together under a condition."""
+    if isinstance(node, ast.If):
+        return [node.body, node.orelse]
+    return [node.body] if isinstance(node, ast.ExceptHandler) else []
 
 
 def is_reset(node: ast.AST) -> bool:

@@ -16,13 +16,14 @@ import threading
 import types
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from gradcheck_suite.auditing.modes import Apart
 from gradcheck_suite.auditing.places import is_own, is_users
 
 
@@ -53,10 +54,12 @@ class RandomState:
 
 @contextlib.contextmanager
 def preserve_rng() -> Iterator[None]:
-    """Put the generators back after work of the suite's own: an import alone may draw, as rich's
-    does.
+    """Put the generators back after work of the suite's own, which no mode of the program sees.
+
+    An import alone may draw, as rich's does.
     """
     with contextlib.ExitStack() as undo:
+        undo.enter_context(Apart())
         with contextlib.suppress(Exception):  # a GPU on which a kernel has failed
             undo.callback(RandomState.now().set)
         yield
@@ -94,7 +97,24 @@ _LEADS = ("__self__", "__func__", "func", "args", "keywords", "fget", "fset", "f
 """Attributes through which those objects lead on."""
 
 
-class _State:
+class Undo:
+    """What puts something back, the last thing first; it may be called again and again."""
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+
+    def callback(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Add a call."""
+        self._calls.append((function, arguments))
+
+    def run(self) -> None:
+        """Put everything back: where something cannot be, the rest is."""
+        with contextlib.ExitStack() as stack:
+            for function, arguments in self._calls:
+                stack.callback(function, *arguments)
+
+
+class ProgramState:
     """What a call of a model may change, put back by `undo`: what its code and its hooks reach in
     Python.
 
@@ -107,21 +127,23 @@ class _State:
 
     Args:
         subject: a model, or a custom function of autograd.
+        kinds: further classes whose methods the call may run, as of tensors.
 
     Raises:
         NotRecomputed: something cannot be put back.
     """
 
-    def __init__(self, subject: torch.nn.Module | type) -> None:
+    def __init__(self, subject: torch.nn.Module | type, kinds: Iterable[type] = ()) -> None:
         parts = list(subject.modules()) if isinstance(subject, torch.nn.Module) else []
-        self.undo = (
-            contextlib.ExitStack()
-        )  # the last thing first; where something cannot be put back, the rest is
+        self.undo = Undo()
         self._parts = {id(part) for part in parts}
         self._own = {
             id(t) for part in parts for t in (*part._parameters.values(), *part._buffers.values())
         }
         self._seen: set[tuple[int, bool]] = set()
+        parameters = [p for part in parts for p in part._parameters.values()]
+        for kind in {*kinds, *map(type, parameters)}:
+            self._walk_class(kind)
         for part in parts:
             self.undo.callback(_refill, vars(part), _content(vars(part)))
             self._keep_slots(part, library=False)
@@ -144,6 +166,7 @@ class _State:
             for name, value in list(vars(base).items()):
                 if not isinstance(value, types.FunctionType):
                     if name.startswith("__"):  # `__dict__` and the like cannot be set
+                        self._walk(getattr(value, "__func__", None))
                         continue
                     self.undo.callback(_set_attribute, base, name, value)
                 self._walk(value)
@@ -406,12 +429,19 @@ def _flat(content: Any) -> Iterable[Any]:
 
 
 @contextlib.contextmanager
-def unchanged(subject: torch.nn.Module | type) -> Iterator[None]:
+def unchanged(subject: torch.nn.Module | type, kinds: Iterable[type] = ()) -> Iterator[None]:
     """Put back what calls of a module or of a custom function may change: modes, and what its code
     reaches.
+
+    Args:
+        subject: a module, or a custom function of autograd.
+        kinds: further classes whose methods run, as those of tensors.
 
     Raises:
         NotRecomputed: something of that cannot be put back.
     """
-    with _State(subject).undo:
+    state = ProgramState(subject, kinds)
+    try:
         yield
+    finally:
+        state.undo.run()

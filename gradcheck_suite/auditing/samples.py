@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import math
+import zlib
 from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
 from operator import attrgetter
@@ -24,9 +24,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-ELEMENTS, PROJECTIONS, TILE, MOST_TILES = 16, 8, 4096, 256
-Vector = npt.NDArray[np.float64]
-"""The elements, then the projections where they were taken."""
+from gradcheck_suite.auditing.vectors import ELEMENTS, PROJECTIONS, Vector
+
+TILE, MOST_TILES = 4096, 256
 Raw = torch.Tensor | Vector
 """A sample that may still lie on a device."""
 
@@ -112,6 +112,8 @@ def _of_sparse(tensor: torch.Tensor) -> torch.Tensor:
     """Return linear functions of a sparse gradient: its rows times numbers that a row's index
     decides, added up.
     """
+    if tensor.layout != torch.sparse_coo:  # compressed rows, or a layout of a library of kernels
+        tensor = tensor.to_dense().to_sparse_coo()
     indices, values = tensor._indices(), tensor._values().detach()
     rows = values.reshape(indices.shape[1], -1).double()
     key = sum((d + 1.7548776662) * indices[d].double() for d in range(indices.shape[0]))
@@ -316,6 +318,40 @@ def sample(gradient: torch.Tensor, *, whole: bool) -> Raw:
     return Together().taken([gradient], whole=whole)[0][0]
 
 
+Fingerprint = int | Raw
+"""What tells whether the values of a tensor have changed: a checksum of all its bytes, or a sample on a device."""
+
+
+def fingerprint(tensor: torch.Tensor) -> Fingerprint:
+    """Return what tells whether any value of a tensor has changed, also without torch's knowledge.
+
+    A version does not tell of memory that numpy shares. Nothing here waits for a device.
+    """
+    if not is_plain(tensor):
+        try:
+            return sample(tensor, whole=True)
+        except Exception:  # a nested tensor, or another class that has no rows: nothing tells
+            return 0
+    plain = _plain(tensor)
+    size = plain.numel() * plain.element_size()
+    # FSDP frees the storage of what it has gathered
+    if not size or plain.untyped_storage().nbytes() < size or not plain.is_contiguous():
+        return 0
+    memory: Any = (ctypes.c_char * size).from_address(plain.data_ptr())
+    return zlib.crc32(memory)
+
+
+def is_same(then: Fingerprint, now: Fingerprint) -> bool:
+    """Return whether two fingerprints of one tensor are those of the same values.
+
+    Waits for a device where the tensor lies on one.
+    """
+    if isinstance(then, int) or isinstance(now, int):
+        return isinstance(then, int) and isinstance(now, int) and then == now
+    one, other = read([then, now])
+    return np.array_equal(one, other, equal_nan=True)
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local shard of a distributed tensor, any other tensor as it is."""
     shard = getattr(tensor, "to_local", None)
@@ -341,54 +377,3 @@ def read(samples: Sequence[Raw]) -> list[Vector]:
         flat = torch.cat(on_device).cpu().numpy()
         over = iter(np.split(flat, np.cumsum([len(s) for s in on_device])[:-1]))
     return [next(over) if isinstance(s, torch.Tensor) else s for s in samples]
-
-
-def size(vector: Vector) -> float:
-    """Return the largest absolute value of a sample."""
-    return float(np.abs(vector).max()) if len(vector) else 0.0
-
-
-def is_finite(vector: Vector) -> bool:
-    """Return whether a sample has neither NaN nor infinity."""
-    return bool(np.isfinite(vector).all())
-
-
-def alike(one: Vector, other: Vector) -> tuple[Vector, Vector]:
-    """Return two samples cut to the part that both have."""
-    length = min(len(one), len(other))
-    return one[:length], other[:length]
-
-
-def distance(one: Vector, other: Vector) -> float:
-    """Return the largest difference of two samples relative to the size of the other, not finite
-    where they are not.
-
-    Elements and projections are compared each on a scale of their own: the square root of the
-    number of elements lies between them. Elements that are all 0 have the scale of the projections.
-    """
-    one, other = alike(one, other)
-    whole, parts = size(other) or 1.0, (slice(ELEMENTS), slice(ELEMENTS, None))
-    return float(
-        np.max([size(one[part] - other[part]) / (size(other[part]) or whole) for part in parts])
-    )
-
-
-def is_mostly(now: Vector, then: Vector) -> bool:
-    """Return whether most of the elements that are not 0 are equal to the bit: what differs are
-    some elements.
-    """
-    pairs = [(a, b) for a, b in zip(now[:ELEMENTS], then[:ELEMENTS], strict=True) if a or b]
-    return 2 * sum(a == b for a, b in pairs) > len(pairs)
-
-
-def factor(now: Vector, then: Vector, tolerance: float) -> float | None:
-    """Return f where `now` is f times `then`, else None.
-
-    Elements that most others, which are the same to the bit, contradict have no part in f.
-    """
-    now, then = alike(now, then)
-    square = float((then * then).sum())
-    if not square or not math.isfinite(square):
-        return None
-    found = 1.0 if is_mostly(now, then) else float((now * then).sum()) / square
-    return found if distance(found * then, now) <= tolerance else None

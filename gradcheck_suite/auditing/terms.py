@@ -16,12 +16,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
+from gradcheck_suite.auditing.loss_terms import Term
+from gradcheck_suite.auditing.modes import Apart
 from gradcheck_suite.auditing.places import in_trace
-from gradcheck_suite.core.comparison import LIVE_WEIGHT_TOLERANCE
 
 COARSE = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """The unit roundoff of the dtypes in which a loss's factors are rounded noticeably."""
@@ -98,8 +100,23 @@ MEAN = 1
 
 Edge = tuple[Any, int]
 """A node and the index of its output."""
-Numbers = tuple[tuple[str, torch.Tensor], ...]
-"""What something is multiplied or divided by: the name of the node, and the number."""
+
+
+class Number(NamedTuple):
+    """What something is multiplied or divided by.
+
+    Attributes:
+        name: of the node.
+        value: the number.
+        line: where the program does it, where the node has kept its stack; else None.
+    """
+
+    name: str
+    value: torch.Tensor
+    line: str | None
+
+
+Numbers = tuple[Number, ...]
 
 
 def kind(node: Any) -> str:
@@ -275,65 +292,9 @@ def _valid(node: Any) -> torch.Tensor | None:
     return None
 
 
-@dataclass
-class Term:
-    """One term of a loss, in numbers.
-
-    Attributes:
-        expression: the names of its reduction and of its items.
-        weight: the factor that reaches each element of what the reduction reduces; None where none
-            arrived.
-        counts: what it may count -> how many: elements, those with a weight, rows, targets, the sum
-            of class weights.
-        mean: whether the reduction itself divides.
-        deeper: the weight and number of elements under each partial reduction below.
-        item: the weight and the number of those elements whose weight is not 0, where it is the
-            same for all of them.
-        factors: the numbers that the term is multiplied by on its way to the loss, as far as they
-            can be read.
-        factor: the product of the numbers that the elements are multiplied by, or divided by, under
-            the reduction.
-        hides: whether a tensor of weights multiplies the elements, in which a common factor cannot
-            be told from them: they are neither 0 and 1 nor, alone or with `factor`, 1 on average.
-        tolerance: relative, of the weight.
-        opaque: why it cannot be read as a sum over items.
-        partial: where it sees items through which no gradient flows: the share of the others, and
-            which of the joined tensors is the first of them.
-        repeated: whether it has gone backward before.
-        of_parameters: whether it is a function of parameters alone, such as a penalty, and has no
-            items.
-        line: `file:line` of the loss, where it is known.
-    """
-
-    expression: tuple[str, ...]
-    weight: float | None = None
-    counts: dict[str, float] = field(default_factory=dict)
-    mean: bool = False
-    deeper: tuple[tuple[float, float], ...] = ()
-    item: tuple[float, float] | None = None
-    factors: tuple[float, ...] = ()
-    factor: float = 1.0
-    hides: bool = False
-    tolerance: float = LIVE_WEIGHT_TOLERANCE
-    opaque: str | None = None
-    partial: tuple[float, int] | None = None
-    repeated: bool = False
-    of_parameters: bool = False
-    line: str | None = None
-
-    @property
-    def own(self) -> str:
-        """The count that the term's own reduction divides by, or would."""
-        first = (
-            "counted",
-            "elements" if self.mean else "nonzero",
-            "weights",
-            "nonzero",
-            "elements",
-        )
-        return next(
-            (name for name in first if name in self.counts), next(iter(self.counts), "elements")
-        )
+def _line_of(node: Any) -> str | None:
+    """Return the line that has made a node, where it has kept its stack."""
+    return in_trace(node.metadata.get("traceback_", ()))
 
 
 def _by(name: str, number: torch.Tensor) -> float:
@@ -374,6 +335,9 @@ class _Found:
         term, arrived = self.term, self.seen.get("arrived")
         if arrived is None:
             return term
+        if (arrived := _real(arrived)) is None:
+            term.opaque = "backward is given a complex gradient, which tells no weight"
+            return term
         if arrived.dtype in COARSE:
             term.tolerance = ROUNDINGS * COARSE[arrived.dtype]
         counts = term.counts = {name: float(value) for name, value in term.counts.items()}
@@ -398,7 +362,11 @@ class _Found:
         if term.mean:
             own = counts.get("counted", counts.get("elements", 0.0))
             weight = weight / own if own else float("nan")
-        term.factors = tuple(_by(*one) for one in self.above)
+        term.factors = tuple(_by(one.name, one.value) for one in self.above)
+        term.by_data = any(
+            one.value.is_floating_point() and one.value.dtype != torch.float64 for one in self.above
+        )
+        term.divisions = frozenset(one.line for one in self.above if one.line is not None)
         term.factor = prod(_by(*one) for one in self.numbers_below)
         if (each := self.seen.get("items")) is not None:
             weights, below = _Weights(each), self.inner[self.outside :]
@@ -427,6 +395,14 @@ class _Found:
             divisor, number = divisor * (size if divides else 1), number * size
             term.deeper = *term.deeper, (weight / divisor, number)
         return term
+
+
+def _real(arrived: torch.Tensor) -> torch.Tensor | None:
+    """Return a gradient as real numbers, None where it has imaginary ones."""
+    if not arrived.is_complex():
+        return arrived
+    real, imaginary = torch.view_as_real(arrived.resolve_conj()).unbind(-1)
+    return None if imaginary.any() else real
 
 
 class _Weights:
@@ -533,7 +509,7 @@ class Reader:
             if not one:
                 break
             if name in ("Div", "Mul") and (number := _number(node)) is not None:
-                above = *above, (name, number)
+                above = *above, Number(name, number, _line_of(node))
             node, index = inputs[0]
         return self._end(node, index, above, name, inputs)
 
@@ -664,7 +640,7 @@ class Reader:
 
     def _add(self, found: _Found, node: Any, index: int) -> None:
         found.node, found.has_dimension = node, bool(_shape(node, index))
-        found.term.line = in_trace(node.metadata.get("traceback_", ()))
+        found.term.line = _line_of(node)
         self.found.append(found)
         self._hook(node, found, "arrived", index)
 
@@ -677,7 +653,8 @@ class Reader:
                 # latter alone
                 given = gradients[0][index] if len(gradients[0]) > index else None
                 if given is not None:
-                    found.seen.setdefault(name, given.detach())
+                    with Apart():
+                        found.seen.setdefault(name, given.detach())
             except Exception as error:
                 self.error = error
 
@@ -688,7 +665,8 @@ class Reader:
 def declare(loss: torch.Tensor, count: float | torch.Tensor, reduction: str) -> None:
     """Note what a loss is a mean or a sum of, so that the walk ends there."""
     if loss.grad_fn is not None:
-        number = count.detach() if isinstance(count, torch.Tensor) else float(count)
+        with Apart():
+            number = count.detach() if isinstance(count, torch.Tensor) else float(count)
         metadata: dict[Any, Any] = loss.grad_fn.metadata  # type: ignore[assignment]
         metadata[DECLARED] = number, reduction
 
@@ -762,6 +740,68 @@ def used_at(nodes: Iterable[Any]) -> dict[int, str]:
         line = in_trace(node.metadata.get("traceback_", ()))
         found |= {id(one.variable): line for one in below if line and is_leaf(one)}
     return found
+
+
+CALL = f"{MARK} call"
+"""Where a node that gives the output of a recorded call keeps the nodes of its inputs."""
+
+
+def mark_call(outputs: Iterable[torch.Tensor], inputs: Iterable[Any]) -> None:
+    """Mark the nodes of the outputs of a recorded call, so that what is outside of it is known."""
+    below = [
+        torch.autograd.graph.get_gradient_edge(value).node
+        for value in inputs
+        if isinstance(value, torch.Tensor) and value.requires_grad
+    ]
+    for node in (output.grad_fn for output in outputs):
+        metadata: dict[Any, Any] = node.metadata  # type: ignore[union-attr, assignment]
+        metadata[CALL] = below
+
+
+@dataclass(frozen=True)
+class Outside:
+    """What a gradient passes that is part of no recorded call.
+
+    Attributes:
+        leaves: the tensors that it reaches.
+        functions: the classes of custom functions on the way.
+        reenters: whether there are functions in Python, torch's own included, whose backward may
+            start further passes.
+    """
+
+    leaves: Sequence[torch.Tensor] = ()
+    functions: frozenset[type] = frozenset()
+    reenters: bool = False
+
+    def __add__(self, other: Outside) -> Outside:
+        return Outside(
+            [*self.leaves, *other.leaves],
+            self.functions | other.functions,
+            self.reenters or other.reenters,
+        )
+
+
+def outside_of_calls(nodes: Iterable[Any]) -> Outside:
+    """Return what is below some nodes and inside of no recorded call."""
+    stack = [node for node in nodes if node is not None]
+    leaves, kinds, seen = list[torch.Tensor](), set[type](), set[Any]()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if is_leaf(node):
+            leaves.append(node.variable)
+            continue
+        inputs = node.metadata.get(CALL)
+        if inputs is not None and node not in inputs:
+            stack += inputs
+            continue
+        if isinstance(node, BackwardCFunction):
+            kinds.add(vars(type(node))["_forward_cls"])
+        stack += [below for below, _ in node.next_functions]
+    own = frozenset(kind for kind in kinds if not kind.__module__.startswith("torch."))
+    return Outside(leaves, own, bool(kinds))
 
 
 def joined_share(join: Any) -> tuple[float, int]:

@@ -19,17 +19,17 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli import exit_status
 from gradcheck_suite.cli.arguments import OutputOptions
 from gradcheck_suite.cli.loading import no_file
 from gradcheck_suite.cli.progress import Output
-from gradcheck_suite.core.counterexamples import places_source
-from gradcheck_suite.core.options import LIVE_DIAGNOSES, AuditOptions
+from gradcheck_suite.core.options import LIVE_NAMES, AuditOptions
 from gradcheck_suite.core.records import KINDS, append_record
 from gradcheck_suite.core.results import Result, Violation, no_longer_found, result_lines
+from gradcheck_suite.core.source_lines import places_source
 from gradcheck_suite.core.text import say
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.run import environment
@@ -141,49 +141,103 @@ def run(arguments: argparse.Namespace) -> int:
     wanted = parsers.parsed(arguments, OutputOptions)
     wanted.expect_writable()
     options = parsers.parsed(arguments, AuditOptions)
-    live = tuple(str(one) for one in wanted.baseline if one.fault in LIVE_DIAGNOSES)
-    options = options.replace(accept=(*options.accept, *live))
+    live = tuple(str(one) for one in wanted.baseline if one.fault in LIVE_NAMES)
+    options = options.replace(
+        accept=(*options.accept, *live), fail_on=(*options.fail_on, *wanted.always_fail_on)
+    )
     runner = (module_runner if arguments.module else script_runner)(
         arguments.script, arguments.arguments
     )
-    from gradcheck_suite.auditing.context import StoppedOnViolation, audit
+    from gradcheck_suite.auditing.session import audit
+    from gradcheck_suite.auditing.stopping import Terminated
 
     # the script's warnings are the script's
     warnings.resetwarnings()
     warnings.filters[:] = _python_filters()  # type: ignore[index]
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
-    terminated = signal.getsignal(signal.SIGTERM)
-    if "RANK" in os.environ and terminated is signal.SIG_DFL:
-        # a launcher ends the other ranks so when one has failed: what was seen is still to be
-        # written
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     name = f"-m {arguments.script}" if arguments.module else arguments.script
     output = Output(wanted)
+    closing = False
     audited = audit(options, name=name, quiet=wanted.quiet).open()
 
     def finished(error: BaseException | None, status: int) -> int:
+        nonlocal closing
+        closing = True
         result = audited.close(error, summary=False)  # `_finish` prints it
+        # a signal loses what stands there without an audit too
+        if not isinstance(error, Terminated):
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.flush()
         with contextlib.redirect_stderr(audited.standard_error), output:
             return _finish(arguments.arguments, output, result, status)
 
-    error: BaseException | None = None
-    status = 0
+    ends: list[Callable[[], None]] = []
+
+    def ended(end: Callable[[], None]) -> None:
+        ends.append(end)
+        if closing:
+            audited.hurry()
+        else:
+            audited.when_idle(finish)
+
+    def finish() -> None:
+        try:
+            with _written_anew(audited.standard_error) as audited.standard_error:
+                finished(Terminated(), 0)
+        finally:
+            ends[0]()
+
+    with exit_status.told_of_its_end(ended):
+        error, status = _ran(runner, partial(finished, None))
+        status = finished(error, status)
+        for end in ends:
+            end()
+    return status
+
+
+@contextlib.contextmanager
+def _written_anew(stream: TextIO) -> Iterator[TextIO]:
+    """Yield another stream to the file of a stream.
+
+    A signal may have come while the script was writing to it: Python refuses to write to it then.
+    """
     try:
-        with exit_status.ends_with(partial(finished, None)):
+        descriptor = os.dup(stream.fileno())
+    except (OSError, ValueError, AttributeError):  # a notebook's, or one of the script's own
+        yield stream
+        return
+    with open(descriptor, "w", encoding=stream.encoding, errors=stream.errors) as again:
+        yield again
+
+
+def _ran(
+    runner: Callable[[], Any], exits: Callable[[int], int]
+) -> tuple[BaseException | None, int]:
+    """Run a script; return what has ended it, and its status.
+
+    Args:
+        runner: runs it.
+        exits: what `os._exit` does first.
+    """
+    from gradcheck_suite.auditing.stopping import StoppedOnViolation
+
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with exit_status.ends_with(exits):
             runner()
-    except StoppedOnViolation as stop:
-        error = stop
     except SystemExit as stop:
-        error, status = stop, _status(stop)
+        return stop, _status(stop)
     except KeyboardInterrupt as stop:
-        error, status = stop, exit_status.INTERRUPTED
-    except BaseException as raised:
-        error, status = raised, 1
-        _print_own_traceback(raised)
+        return stop, exit_status.INTERRUPTED
+    except StoppedOnViolation as stop:
+        return stop, 0
+    except BaseException as error:
+        raised = error
+    else:
+        return None, 0
     finally:
         signal.signal(signal.SIGINT, previous)
-        signal.signal(signal.SIGTERM, terminated)
-    return finished(error, status)
+    # not while it is handled: what a hook raises would have it as its context
+    return raised, _tell_of(raised)
 
 
 def _page(violations: Sequence[Violation], loop: str, lines: Sequence[str]) -> str:
@@ -206,8 +260,6 @@ def _finish(arguments: list[str], output: Output, result: Result, status: int) -
     """
     if result.is_another_ranks:
         return status
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
     options = output.options
     result = result.accepting(options.baseline)
     stale = no_longer_found(options.baseline, [result])
@@ -224,9 +276,9 @@ def _finish(arguments: list[str], output: Output, result: Result, status: int) -
     exit_status.attempt(
         PROGRAM, lambda: append_record(options.reports, KINDS["audit"], data, environment=about)
     )
-    if result.violations or stale:
+    if result.violations or stale or result.failing:
         return exit_status.VIOLATED
-    if result.unjudged is not None:
+    if result.unjudged is not None and not result.is_unjudged_accepted:
         # if the script failed before it trained, it may well train otherwise
         early = status and not result.steps
         why = (
@@ -263,12 +315,33 @@ def _status(stop: SystemExit) -> int:
     return 1
 
 
-def _print_own_traceback(error: BaseException) -> None:
-    """Print the traceback from the script's first frame on, as `python SCRIPT` does."""
+def _tell_of(error: BaseException) -> int:
+    """Print the traceback from the script's first frame on, as `python SCRIPT` does, or call the
+    script's own `sys.excepthook`; return the exit status.
+    """
+    own: TracebackType | None = _of_the_script(error)
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    hook = sys.excepthook
+    if hook is sys.__excepthook__:
+        traceback.print_exception(type(error), error, own)
+        return 1
+    try:
+        hook(type(error), error, own)
+    except SystemExit as stop:
+        return _status(stop)
+    except BaseException as another:  # what Python prints then
+        print("Error in sys.excepthook:", file=sys.stderr)
+        traceback.print_exception(type(another), another, _of_the_script(another))
+        print("\nOriginal exception was:", file=sys.stderr)
+        traceback.print_exception(type(error), error, own)
+    return 1
+
+
+def _of_the_script(error: BaseException) -> TracebackType | None:
     own: TracebackType | None = error.__traceback__
     while own is not None and own.tb_frame.f_globals.get("__name__", "").startswith(
         "gradcheck_suite"
     ):
         own = own.tb_next
-    sys.stdout.flush()
-    traceback.print_exception(type(error), error, own)
+    return own

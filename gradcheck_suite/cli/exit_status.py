@@ -24,7 +24,7 @@ INTERRUPTED = 130
 
 JUDGED = {
     HOLDS: "everything holds",
-    VIOLATED: "some loop is violated",
+    VIOLATED: "some loop is violated, or a finding that is to fail stands",
     DISAGREEMENT: "nothing is violated, but torch and JAX disagree somewhere (a finding)",
 }
 """What the exit statuses of a command that judges loops mean, beside those of every command."""
@@ -99,6 +99,82 @@ def ends_with(act: Callable[[int], int]) -> Iterator[None]:
         yield
     finally:
         os._exit = outer
+
+
+# A signal that no handler catches ends the process without running any Python.
+
+
+ENDING = (signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
+"""Signals that end a process by default: of `timeout` and job schedulers, and of a closed terminal."""
+_set_handler, _handler_of = signal.signal, signal.getsignal
+
+
+def _end_by(signum: int) -> None:
+    _set_handler(signum, signal.SIG_DFL)
+    os.kill(os.getpid(), signum)
+
+
+@contextmanager
+def told_of_its_end(act: Callable[[Callable[[], None]], None]) -> Iterator[None]:
+    """Call a function before `SIGTERM` or `SIGHUP` ends this process, by that signal.
+
+    A handler that the code under test sets takes its place. To that code the default action seems
+    to stand: Lightning sets its own handler only where it finds none. A child that is forked has
+    the default action.
+
+    Args:
+        act: is given what ends the process. It may do so later, but soon.
+    """
+    process = os.getpid()
+    # one that is ignored, as under `nohup`, is the caller's
+    taken = {one for one in ENDING if _handler_of(one) is signal.SIG_DFL}
+    begun: list[int] = []
+
+    def end(signum: int, _: Any) -> None:
+        if os.getpid() == process and not begun:
+            begun.append(signum)
+            act(lambda: _end_by(signum))
+        else:
+            _end_by(signum)
+
+    def set_handler(signum: Any, handler: Any, /) -> Any:
+        before = handler_of(signum)
+        by_default = handler == signal.SIG_DFL and signum in taken and os.getpid() == process
+        _set_handler(signum, end if by_default else handler)
+        return before
+
+    def handler_of(signum: Any, /) -> Any:
+        found = _handler_of(signum)
+        return signal.SIG_DFL if found is end else found
+
+    def reset() -> None:
+        for signum in taken:
+            if _handler_of(signum) is end:
+                _set_handler(signum, signal.SIG_DFL)
+
+    module: Any = signal
+    for signum in taken:
+        _set_handler(signum, end)
+    _resets.append(reset)
+    module.signal, module.getsignal = set_handler, handler_of
+    try:
+        yield
+    finally:
+        module.signal, module.getsignal = _set_handler, _handler_of
+        _resets.remove(reset)
+        reset()
+
+
+_resets: list[Callable[[], None]] = []
+
+
+def _reset_in_child() -> None:
+    for reset in _resets:
+        reset()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_reset_in_child)
 
 
 # Note each Ctrl-C beside raising `KeyboardInterrupt`, which a loop under test may catch.

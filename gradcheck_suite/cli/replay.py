@@ -20,8 +20,9 @@ from gradcheck_suite.cli.loading import (
 )
 from gradcheck_suite.cli.waiting import IMPORTS, waiting
 from gradcheck_suite.core.contract import Loop, Problem, is_jax
-from gradcheck_suite.core.counterexamples import StoredCase, loop_places, read_case_file
+from gradcheck_suite.core.counterexamples import StoredCase, read_case_file
 from gradcheck_suite.core.options import VerifyOptions, options_of
+from gradcheck_suite.core.source_lines import loop_places
 from gradcheck_suite.core.text import of_bound, say
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.run import environment
@@ -96,7 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
     findings += checks.differences
     lines += [f"finding, for which no loop is to blame: {finding}" for finding in findings]
     if verdict.violation is not None:
-        shown = replace(with_case_described(verdict.violation), **loop_places(loop))
+        places = loop_places(loop, verdict.violation)
+        shown = replace(with_case_described(verdict.violation), **places)
         lines += shown.words
     else:
         lines += [] if verdict.finding else [f"worst error {of_bound(verdict.ratio)}"]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import json
 import re
-import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +14,8 @@ import numpy as np
 from gradcheck_suite.core.case import SCHEMA, Case, case_from_json
 from gradcheck_suite.core.comparison import Comparison, Vector, elementwise_error
 from gradcheck_suite.core.contract import checked_assumptions
-from gradcheck_suite.core.records import PACKAGE, write_json
+from gradcheck_suite.core.records import write_json
 from gradcheck_suite.core.results import Result, json_number
-from gradcheck_suite.core.text import file_text
 from gradcheck_suite.errors import UsageError
 
 # The evidence of a violation as plain data: the elements of the gradient that differ, as many as a
@@ -83,114 +79,6 @@ def _around(index: int, size: int) -> slice:
     """Return at most `SIDE` indices around one, all of them where they are no more."""
     start = max(0, min(index - SIDE // 2, size - SIDE))
     return slice(start, min(size, start + SIDE))
-
-
-# The user's source lines, with what computes the loss, sends it backward and steps marked.
-
-
-MARGIN = 3
-"""Lines that are shown before the first and after the last marked one of a script."""
-MOST_LINES = 60
-
-
-def loop_source(loop: Any) -> dict[str, Any] | None:
-    """Return the lines of a loop as JSON-ready data.
-
-    None where it has no source, as a trainer's loop has none of one. `marks` has the number of each
-    line that calls `backward` or `step`, and of those that assign what goes backward.
-    """
-    try:
-        lines, first = inspect.getsourcelines(inspect.unwrap(loop))
-        tree = ast.parse(textwrap.dedent("".join(lines)))
-        file = file_text(inspect.getsourcefile(inspect.unwrap(loop)) or "")
-    except (OSError, TypeError, SyntaxError):
-        return None
-    calls = [(n, getattr(n.func, "attr", "")) for n in ast.walk(tree) if isinstance(n, ast.Call)]
-    marks = {call.lineno: name for call, name in calls if name in ("backward", "step")}
-    sent = [part for call, name in calls if name == "backward" for part in ast.walk(call)]
-    backward = {part.id for part in sent if isinstance(part, ast.Name)}
-    for node in ast.walk(tree):
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        if isinstance(node, ast.Assign | ast.AugAssign) and backward & {
-            getattr(t, "id", "") for t in targets
-        }:
-            marks.setdefault(node.lineno, "loss")
-    return _source(
-        Path(file).name, first, lines, {first + line - 1: name for line, name in marks.items()}
-    )
-
-
-def loop_places(loop: Any) -> dict[str, Any]:
-    """Return where a loop computes its loss, sends it backward and steps, under the names of
-    `Violation`'s fields.
-
-    Of several calls it is the last one, and the loop's first line where it calls neither itself.
-    """
-    source, place = loop_source(loop), loop_lines(loop)
-    if source is None or place is None:
-        return {}
-    file, span = place
-    lines = {mark: f"{file}:{number}" for number, _, mark in source["lines"] if mark}
-    fields = {"where": "loss", "backward": "backward", "stepped": "step"}
-    return (
-        {name: lines.get(mark) for name, mark in fields.items()}
-        if lines
-        else {"where": f"{file}:{span.start}"}
-    )
-
-
-def loop_lines(loop: Any) -> tuple[str, range] | None:
-    """Return the file of a loop, as seen from the working directory, and its lines.
-
-    None for a loop of the suite.
-    """
-    try:
-        lines, first = inspect.getsourcelines(inspect.unwrap(loop))
-        path = inspect.getsourcefile(inspect.unwrap(loop)) or ""
-    except (OSError, TypeError):
-        return None
-    if Path(path).is_relative_to(PACKAGE):
-        return None
-    file = file_text(path)
-    if file == path and Path(path).is_relative_to(Path.cwd()):
-        file = str(Path(path).relative_to(Path.cwd()))
-    return file, range(first, first + len(lines))
-
-
-def places_source(places: Mapping[str, str | None], folder: Path) -> dict[str, Any] | None:
-    """Return the lines of a script around some places, which are all in the file of the first one.
-
-    Args:
-        places: `loss`, `backward` and `step` -> `file:line`, or None.
-        folder: that the files are relative to.
-    """
-    marks: dict[int, str] = {}
-    file = ""
-    for name, place in places.items():
-        where, _, line = (place or "").partition(" < ")[0].rpartition(":")
-        if line.isdigit() and where == (file or where):
-            file = where
-            marks.setdefault(int(line), name)
-    try:
-        lines = (folder / file).read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError):
-        return None
-    first = max(1, min(marks) - MARGIN)
-    return _source(file, first, lines[first - 1 : max(marks) + MARGIN], marks)
-
-
-def _source(
-    file: str, first: int, lines: Sequence[str], marks: Mapping[int, str]
-) -> dict[str, Any]:
-    """Return some lines; of more than `MOST_LINES` those around the marked ones."""
-    shown = {n: line.rstrip() for n, line in enumerate(lines, first)}
-    if len(shown) > MOST_LINES:
-        shown = {
-            n: line
-            for n, line in shown.items()
-            if any(abs(n - marked) <= MARGIN for marked in marks)
-        }
-    return {"file": file, "lines": [[n, line, marks.get(n, "")] for n, line in shown.items()]}
 
 
 # Counterexamples on disk: one JSON file each, which `gradcheck-suite replay` takes, and a script

@@ -203,7 +203,8 @@ Judged = tuple[str, range | None]
 
 @dataclass(frozen=True)
 class Accepted:
-    """A fault that a project lives with, an entry of `accept` in `[tool.gradcheck-suite]`.
+    """A fault, a finding or a reason that a project lives with, an entry of `accept` in
+    `[tool.gradcheck-suite]`.
 
     Attributes:
         fault: its name.
@@ -221,18 +222,18 @@ class Accepted:
         return f"{self.fault}@{self.file}" + ("" if self.line is None else f":{self.line}")
 
 
-def is_accepted(accepted: str, diagnosis: str, where: str | None) -> bool:
-    """Return whether `DIAGNOSIS`, `DIAGNOSIS@FILE` or `DIAGNOSIS@FILE:LINE` accepts a fault.
+def is_accepted(accepted: str, diagnosis: str, where: str | None, beside: str = "") -> bool:
+    """Return whether `NAME`, `NAME@FILE` or `NAME@FILE:LINE` accepts what has a name and places.
 
     Args:
         accepted: one of these.
-        diagnosis: the fault's name.
-        where: `file:line`, or `file:line < file:line` of what a library does for a line of the
-            user's.
+        diagnosis: the name of a fault, a finding or a reason.
+        where: its places, each `file:line`, joined by ` < `; None where it has none.
+        beside: further places that it names, of which the file is taken and the line is not.
     """
     name, _, place = accepted.partition("@")
     lines = (where or "").split(" < ")
-    places = {*lines, *(line.rpartition(":")[0] for line in lines)}
+    places = {*lines, *(line.rpartition(":")[0] for line in (*lines, *beside.split(" < ")))} - {""}
     return name == diagnosis and (
         not place or any(one == place or one.endswith(f"/{place}") for one in places)
     )

@@ -24,11 +24,13 @@ from gradcheck_suite.core.contract import (
     AUTOCAST_DTYPES,
     DEFAULT_TIME_LIMIT,
     Loop,
+    autocast_of,
     checked_assumptions,
     is_assumption,
     is_jax,
 )
 from gradcheck_suite.core.faults import FAULTS, names_of
+from gradcheck_suite.core.findings import FINDINGS, Found
 from gradcheck_suite.core.formats import Accepted, is_accepted
 from gradcheck_suite.core.text import suggestion
 from gradcheck_suite.errors import UsageError
@@ -75,7 +77,8 @@ class Values:
 
     def refusal(self, given: Any) -> UsageError:
         """Return the error for something that is none of them."""
-        meant = suggestion(given, self.names) if isinstance(given, str) else ""
+        name = given.partition("@")[0] if isinstance(given, str) else ""
+        meant = suggestion(name, self.names) if name else ""
         return UsageError(
             f"expected {self.expected}{';' if ', ' in self.expected else ','} got {given!r}{meant}"
         )
@@ -126,7 +129,7 @@ class _Entries(Values):
             if not isinstance(value.get(key), str) or not value[key].strip():
                 raise UsageError(f"{key} is no text: expected {self.expected}, got {value!r}")
         for name in sorted(names_of(value["fault"])):
-            one_of(FAULTS).checked(name)
+            one_of((*FAULTS, *FINDINGS)).checked(name)
         if "line" in value:
             POSITIVE_INTEGER.checked(value["line"])
         return Accepted(**value)
@@ -309,6 +312,11 @@ BY_FRAMEWORK = {"torch": (200, "float64"), "jax": (50, "float32")}
 and optax accumulates in float32 unless it is told otherwise."""
 
 
+CAST_BY_AUTOCAST = "float32"
+"""The dtype of a verification under autocast where none is asked for. `torch.autocast` leaves float64 alone:
+https://docs.pytorch.org/docs/stable/amp.html"""
+
+
 @dataclass(frozen=True)
 class VerifyOptions(Options):
     """What one verification draws, and how long it may take."""
@@ -338,7 +346,7 @@ class VerifyOptions(Options):
         f"dtype of parameters and data: {', '.join(DTYPES)}",
         "--dtype",
         metavar="DTYPE",
-        unset="float64, and float32 for a loop of JAX",
+        unset="float64, and float32 for a loop of JAX or under autocast",
         in_project=True,
     )
     device: str = option("cpu", one_of(DEVICES), " or ".join(DEVICES), "--device", metavar="DEVICE")
@@ -424,6 +432,8 @@ class VerifyOptions(Options):
             if not known.accepts(self.optimizer):
                 raise UsageError(f"optimizer: {known.refusal(self.optimizer)}")
         examples, dtype = BY_FRAMEWORK["jax" if is_jax(loop) else "torch"]
+        if self.autocast or autocast_of(loop):
+            dtype = CAST_BY_AUTOCAST
         chosen = {field.name: getattr(self, field.name) for field in fields(self)}
         return ChosenOptions(
             **{**chosen, "examples": self.examples or examples, "dtype": self.dtype or dtype}
@@ -445,7 +455,15 @@ INSTRUMENTS = ("weights", "sums", "batch")
 """What can be switched off by `without`: the weights of items, the sums of arrivals, the window again in one batch."""
 LIVE_DIAGNOSES = tuple(fault.name for fault in FAULTS.values() if fault.command != "verify")
 """Every diagnosis of a live run."""
-
+LIVE_NAMES = (*LIVE_DIAGNOSES, *FINDINGS)
+"""Every name that an audit gives: of a fault, a finding or a reason."""
+ALL_FINDINGS = "findings"
+"""Stands for every finding."""
+FAIL_ON = Values(
+    f"the name of a finding or a reason, or {ALL_FINDINGS}",
+    (*LIVE_NAMES, ALL_FINDINGS).__contains__,
+    names=(*LIVE_NAMES, ALL_FINDINGS),
+)
 
 DEFAULT_BUDGET, NO_BUDGET, EVERY = "3%", "none", 10
 """Of an audit: its share of the run's time, no limit of it, and windows from one to the next that is computed again."""
@@ -463,7 +481,7 @@ def _share_of(budget: Any) -> float | None:
 
 
 def _is_acceptable(value: Any) -> bool:
-    return isinstance(value, str) and value.partition("@")[0] in LIVE_DIAGNOSES
+    return isinstance(value, str) and value.partition("@")[0] in LIVE_NAMES
 
 
 def _is_objective(value: Any) -> bool:
@@ -514,21 +532,30 @@ class AuditOptions(Options):
     accumulation_steps: int | None = option(
         None,
         POSITIVE_INTEGER,
-        "micro-batches per window, to which the run is held",
+        "micro-batches that every window must have",
         "--accumulation-steps",
         metavar="K",
-        unset="read off the run",
+        unset="inferred from the run",
     )
     accept: tuple[str, ...] = option(
         (),
         Values(
-            f"DIAGNOSIS or DIAGNOSIS@FILE:LINE, with a diagnosis of {', '.join(LIVE_DIAGNOSES)}",
+            "NAME, NAME@FILE or NAME@FILE:LINE, with the name of a fault, a finding or a reason",
             _is_acceptable,
-            names=LIVE_DIAGNOSES,
+            names=LIVE_NAMES,
         ),
-        "report this diagnosis, everywhere or at one place, as accepted, not as a violation",
+        "report this fault, finding or reason, everywhere or at one place, as accepted",
         "--accept",
-        metavar="DIAGNOSIS[@FILE:LINE]",
+        metavar="NAME[@FILE[:LINE]]",
+        repeatable=True,
+        in_project=True,
+    )
+    fail_on: tuple[str, ...] = option(
+        (),
+        FAIL_ON,
+        f"end with status 1 where this finding or reason stands; {ALL_FINDINGS}: any finding",
+        "--fail-on",
+        metavar="NAME",
         repeatable=True,
         in_project=True,
     )
@@ -587,9 +614,21 @@ class AuditOptions(Options):
         share = _share_of(self.budget or (NO_BUDGET if self.every else DEFAULT_BUDGET))
         return None if share == math.inf else share
 
-    def accepts(self, diagnosis: str, where: str | None) -> bool:
-        """Return whether a violation is accepted."""
-        return any(is_accepted(accepted, diagnosis, where) for accepted in self.accept)
+    def accepts(self, name: str, where: str | None) -> bool:
+        """Return whether a finding or a reason is accepted.
+
+        Args:
+            name: of it.
+            where: its places, each `file:line`, joined by ` < `; None where it has none.
+        """
+        return any(is_accepted(accepted, name, where) for accepted in self.accept)
+
+    def judged(self, one: Found) -> Found:
+        """Return a finding or a reason as what it is to the user: accepted, or one that fails."""
+        if self.accepts(one.name, one.where):
+            return replace(one, reason=one.reason or "--accept", fails=False)
+        is_any = one.kind == "finding" and ALL_FINDINGS in self.fail_on
+        return replace(one, fails=is_any or one.name in self.fail_on)
 
 
 # The options of a comparison of a port.

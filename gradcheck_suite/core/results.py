@@ -16,6 +16,7 @@ from gradcheck_suite.core.findings import Found, finding
 from gradcheck_suite.core.formats import Accepted, Judged, Notice, is_accepted, place_in
 from gradcheck_suite.core.text import (
     aligned,
+    cell_lines,
     counted,
     error_text,
     of_bound,
@@ -167,9 +168,15 @@ class Violation:
             weights.
         step: in an audit, index of the step among all that were seen, from 0; None where none was
             about to come.
-        where: in an audit, `file:line` of the call of the loss, or of what is nearest to the fault.
+        where: in an audit, `file:line` of the line to change: of the call of the loss, or of what
+            `change` names, else of what is nearest to the fault.
+        change: in an audit, what is to be changed at `where`: a `reset`, an `edit`, a `division`;
+            None for the loss.
+        loss: in an audit, `file:line` of the call of the loss where `where` is another one; else
+            None.
         backward: in an audit, `file:line` of the window's last call of backward, or None.
         stepped: in an audit, `file:line` of the call of the optimizer's step, or None.
+        to_change: of `verify`, `file:line` of the line that must change, where it is known, or None.
         gradient_error: in an audit, 2-norm of the gradient's error over that of the gradient, where
             the window was computed again.
         occurrences: in an audit, number of steps with this diagnosis.
@@ -177,13 +184,15 @@ class Violation:
         evidence: observed and expected gradient of the step with the bound of each element, for the
             kinds `gradient`, `none-pattern` and `non-finite`; None for others.
         moved: whether the gradient is that of other parameters than the initial ones.
+        refutes_weights: of `verify`, whether the case itself rules out names of weights.
         described: the case in words, which need the layers' definitions; filled in by `verify`.
         source: the user's lines, as `core.counterexamples` writes them, or None.
         command: that found it.
         reason: why the project accepts it, as `accept` in `pyproject.toml` says; None where it does
             not.
 
-    `details`, `evidence`, `moved`, `described`, `source` and `command` are no part of the JSON.
+    `to_change`, `details`, `evidence`, `moved`, `described`, `source` and `command` are no part of
+    the JSON.
     """
 
     kind: ViolationKind
@@ -203,11 +212,15 @@ class Violation:
     found_after: int | None = None
     step: int | None = field(default=None, metadata=AUDIT)
     where: str | None = field(default=None, metadata=AUDIT)
+    change: str | None = field(default=None, metadata=AUDIT)
+    loss: str | None = field(default=None, metadata=AUDIT)
     backward: str | None = field(default=None, metadata=AUDIT)
     stepped: str | None = field(default=None, metadata=AUDIT)
+    to_change: str | None = field(default=None, metadata=INTERNAL)
     gradient_error: float | None = field(default=None, metadata=AUDIT)
     occurrences: int = field(default=1, metadata=AUDIT)
     moved: bool = field(default=False, metadata=INTERNAL)
+    refutes_weights: bool = field(default=False, repr=False, compare=False, metadata=INTERNAL)
     described: tuple[str, ...] = field(default=(), repr=False, compare=False, metadata=INTERNAL)
     source: Mapping[str, Any] | None = field(
         default=None, repr=False, compare=False, metadata=INTERNAL
@@ -224,8 +237,13 @@ class Violation:
 
     @property
     def places(self) -> dict[str, str | None]:
-        """Where an audited script computes the loss, sends it backward and steps: `file:line`."""
-        return {"loss": self.where, "backward": self.backward, "step": self.stepped}
+        """What an audited script does where, the line to change first: the loss, its backward, the
+        step; `file:line`.
+        """
+        others = {"backward": self.backward, "step": self.stepped}
+        if self.change is None:
+            return {"loss": self.where, **others}
+        return {self.change: self.where, "loss": self.loss, **others}
 
     @property
     def facts(self) -> list[tuple[str, str]]:
@@ -267,6 +285,8 @@ class Violation:
 
         Of several the user's own file, not the library's.
         """
+        if self.to_change is not None:
+            return self.to_change
         known = [place for place in self.places.values() if place]
         # that of an audit's fault of steps is the first one already
         if self.command == "verify" and self.kind in ("step-count", "parameters"):
@@ -279,13 +299,26 @@ class Violation:
         level: Literal["error", "note"] = "error" if self.reason is None else "note"
         return Notice(level, self.diagnosis, self.sentence, self.fix, self.place, self.reason)
 
+    @property
+    def anywhere(self) -> str:
+        """Every place that it names, joined by ` < `."""
+        return " < ".join(filter(None, self.places.values()))
+
+    def is_accepted_by(self, accepted: str) -> bool:
+        """Return whether `NAME`, `NAME@FILE` or `NAME@FILE:LINE` accepts the violation.
+
+        Each file that it names will do; of lines, its own and that of the loss.
+        """
+        return is_accepted(
+            accepted,
+            self.diagnosis,
+            " < ".join(filter(None, (self.where, self.loss, self.place))),
+            beside=self.anywhere,
+        )
+
     def accepted_by(self, entries: Iterable[Accepted]) -> list[Accepted]:
         """Return the entries that accept the violation."""
-        return [
-            one
-            for one in entries
-            if is_accepted(str(one), self.diagnosis, f"{self.where} < {self.place}")
-        ]
+        return [one for one in entries if self.is_accepted_by(str(one))]
 
     @property
     def headline(self) -> str:
@@ -340,6 +373,8 @@ class Violation:
         for name, places in self.places.items():
             for place in (places or "").split(" < ") if places else ():
                 notes.setdefault(place, []).append(happened.get(name, name))
+        if self.to_change is not None:
+            notes.setdefault(self.to_change, ["to change"])
         own = (self.place or "").rpartition(":")[0]
         rows = []
         for place, said in notes.items():
@@ -347,8 +382,10 @@ class Violation:
             linecache.checkcache(
                 file
             )  # a notebook may have edited it since, or gone to another folder
-            text = linecache.getline(file, int(line)).rstrip() if line.isdigit() else ""
+            text = _line_of(file, int(line)) if line.isdigit() else ""
             rows.append((line if file == own else place, text, ", ".join(said)))
+        if all(label.isdigit() for label, _, _ in rows):
+            rows.sort(key=lambda row: int(row[0]))
         indent = min((len(text) - len(text.lstrip()) for _, text, _ in rows if text), default=0)
         shown = [(label, _cut(text[indent:]), said) for label, text, said in rows]
         widths = [max((len(row[column]) for row in shown), default=0) for column in (0, 1)]
@@ -366,6 +403,12 @@ class Violation:
         """Return the violation as JSON-ready data; NaN and infinities become strings."""
         data: dict[str, Any] = to_json(self, self.command)
         return data
+
+
+def _line_of(file: str, number: int) -> str:
+    """Return a line of a file or of a notebook's cell, empty where it is not known."""
+    cell = () if (line := linecache.getline(file, number)) else cell_lines(file)
+    return (cell[number - 1] if number <= len(cell) else line).rstrip()
 
 
 def _cut(line: str) -> str:
@@ -502,6 +545,7 @@ class Result:
         windows_skipped: reason why gradients of steps were not judged, of `verify` in cases that
             were, of `audit` where steps were only counted -> number of such steps.
         assumes: of `verify`, the assumptions of the loop.
+        is_uncast: of `verify`, whether the cases had a dtype that autocast leaves alone.
         autocast: of `verify`, the dtype in which the loop may compute its losses under autocast, or
             None.
         worst_error_over_allowed: of `verify`, largest ratio of error to allowed error in cases that
@@ -547,6 +591,7 @@ class Result:
     windows_skipped: dict[str, int] = field(default_factory=dict)
     assumes: tuple[str, ...] = field(default=(), metadata=VERIFY)
     autocast: str | None = field(default=None, metadata=VERIFY)
+    is_uncast: bool = field(default=False, metadata=INTERNAL)
     worst_error_over_allowed: float = field(default=0.0, metadata=VERIFY)
     again: dict[str, int] = field(default_factory=dict, metadata=AUDIT)
     findings: tuple[str, ...] = ()
@@ -610,7 +655,7 @@ class Result:
 
     def accepting(self, entries: Iterable[Accepted]) -> Result:
         """Return the result with the faults that some entries accept, and why, apart from its
-        violations.
+        violations, and its findings with why they are accepted.
         """
         accepted, violations = list[Violation](), list[Violation]()
         for fault in (*self.accepted, *self.violations):
@@ -619,18 +664,38 @@ class Result:
             (violations if is_kept else accepted).append(
                 replace(fault, reason=fits[0].reason if fits else None)
             )
-        return replace(self, accepted=tuple(accepted), violations=tuple(violations))
+        findings = [_accepting(one, entries) for one in self.named_findings]
+        return replace(
+            self,
+            accepted=tuple(accepted),
+            violations=tuple(violations),
+            named_findings=tuple(findings),
+        )
+
+    @property
+    def failing(self) -> list[Found]:
+        """The findings and reasons that the user wants to fail."""
+        return [one for one in self.named_findings if one.fails]
+
+    @property
+    def is_unjudged_accepted(self) -> bool:
+        """Whether the user accepts why nothing could be judged."""
+        return any(
+            one.name == self.unjudged_reason and one.reason is not None
+            for one in self.named_findings
+        )
 
     def raise_for_violation(self) -> None:
         """Do nothing where something was judged and holds.
 
         Raises:
-            ViolationFound: there is a violation; the message is the verdict in words.
+            ViolationFound: there is a violation, or a finding that is to fail; the message is the
+                verdict in words.
             UsageError: nothing could be judged.
         """
-        if self.violations:
+        if self.violations or self.failing:
             raise ViolationFound(str(self))
-        if self.unjudged is not None:
+        if self.unjudged is not None and not self.is_unjudged_accepted:
             raise UsageError(f"{result_lines(self)[0]}: {self.unjudged}")
 
     def to_json(self) -> dict[str, Any]:
@@ -715,18 +780,48 @@ def notices_of(results: Sequence[ToJson], stale: Sequence[str] = ()) -> list[Not
     return notices
 
 
+def _entries_of(one: Found, entries: Iterable[Accepted]) -> list[Accepted]:
+    """Return the entries that accept a finding."""
+    return [entry for entry in entries if is_accepted(str(entry), one.name, one.where)]
+
+
+def _accepting(one: Found, entries: Iterable[Accepted]) -> Found:
+    """Return a finding with why an entry accepts it, where one does."""
+    fits = _entries_of(one, entries)
+    return replace(one, reason=fits[0].reason, fails=False) if fits else one
+
+
+def _commands_of(diagnosis: str) -> set[str]:
+    """Return the commands that can find a fault, one of several, a finding or a reason."""
+    names = diagnosis.split(" or ")
+    return {
+        command
+        for command in BOTH
+        for name in names
+        if (FAULTS[name].command in ("", command) if name in FAULTS else command == "audit")
+    }
+
+
 def no_longer_found(entries: Sequence[Accepted], results: Sequence[Result]) -> list[str]:
     """Return a line for each entry that accepts nothing, although its file was judged to the end."""
     used = {
         one for result in results for fault in result.accepted for one in fault.accepted_by(entries)
     }
+    used |= {
+        one
+        for result in results
+        for found in result.named_findings
+        for one in _entries_of(found, entries)
+    }
     whole = (
         result for result in results if not (result.unjudged or result.interrupted or result.raised)
     )
-    judged = [file for result in whole for file in result.files]
+    judged = [(result.command, *file) for result in whole for file in result.files]
     lines = []
     for one in entries:
-        here = (span for file, span in judged if file == one.file)
+        # what `verify` cannot find is not gone where `verify` has judged the file, and vice versa
+        commands = _commands_of(one.fault)
+        here = (span for command, file, span in judged if file == one.file and command in commands)
         if one not in used and any(
             one.line is None or span is None or one.line in span for span in here
         ):
@@ -767,7 +862,7 @@ def weight_lines(weights: Sequence[Weight]) -> list[str]:
     top = _largest(weights)
     ranks = any(w.rank is not None for w in weights)
     rows: list[tuple[str, ...]] = [
-        ("micro-batch", "rank", "count", "weight", "should be", "# weight, | should be")
+        ("micro-batch", "rank", "count", "weight", "expected", "weight (bar), expected (|)")
     ]
     for w in weights[:SHOWN_ROWS]:
         numbers = (f"{value:.6g}" for value in (w.count, w.observed, w.expected))
@@ -828,7 +923,7 @@ def _line(result: Result, width: int) -> str:
     """Return the verdict in one line."""
     verdict = "VIOLATED" if result.violations else result.verdict
     if result.interrupted and result.holds:
-        verdict = "holds so far (interrupted)"
+        verdict = "no violation so far (interrupted)"
     if result.command == "audit":
         over = f" over {result.ranks} ranks" if result.ranks > 1 else ""
         accepted = f", {counted(len(result.accepted), 'fault')} accepted" if result.accepted else ""
@@ -856,8 +951,7 @@ def _below_run(result: Result, *, shown: bool) -> Iterator[str]:
     yield from map(_accepted, result.accepted)
     if result.second_opinion:
         yield result.second_opinion
-    for one in result.named_findings:
-        yield f"finding: {one} [{one.name}]"
+    yield from map(_finding_line, result.named_findings)
     if result.unjudged is not None and not shown:
         yield f"unjudged: {result.unjudged} [{result.unjudged_reason}]"
 
@@ -870,7 +964,12 @@ def _below_loop(result: Result) -> Iterator[str]:
         f"assumes {name}: {meaning}" for name, meaning in DECLARED.items() if name in result.assumes
     )
     if result.autocast:
-        yield f"losses may be computed under torch.autocast in {result.autocast}"
+        uncast = (
+            "; nothing of the cast was judged: it leaves float64 alone, so say --dtype float32"
+            if result.is_uncast
+            else ""
+        )
+        yield f"losses may be computed under torch.autocast in {result.autocast}{uncast}"
     if result.traffic:
         yield result.traffic
     if moved := result.moved_by_zeros:
@@ -890,6 +989,14 @@ def _below_loop(result: Result) -> Iterator[str]:
         yield from [*violation.words, _found(result, violation)]
     for violation in result.accepted:
         yield f"{_accepted(violation)}; the search ended there"
+
+
+def _finding_line(one: Found) -> str:
+    """Return a finding or a reason in one line: its name last, as mypy has the code of an error."""
+    if one.reason is not None:
+        return f"accepted: {one} [{one.name}], {one.reason}"
+    label = f"{one.kind}, which fails" if one.fails else one.kind
+    return f"{label}: {one} [{one.name}]"
 
 
 def _accepted(violation: Violation) -> str:
@@ -957,14 +1064,14 @@ def _weights_html(weights: Sequence[Weight]) -> str:
         "micro-batch",
         *(("rank",) if ranks else ()),
         "count",
+        "weight",
         "expected",
-        "observed",
-        "observed, | expected",
+        "weight (bar), expected (|)",
     )
     head = "".join(f'<th style="{_CELL}">{name}</th>' for name in names)
     body = []
     for w in weights:
-        numbers = (f"{value:.6g}" for value in (w.count, w.expected, w.observed))
+        numbers = (f"{value:.6g}" for value in (w.count, w.observed, w.expected))
         cells = (w.place, *((str(w.rank),) if ranks else ()), *numbers)
         bar = "".join(
             f'<div style="position:absolute;{style}"></div>'

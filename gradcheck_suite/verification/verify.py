@@ -25,12 +25,13 @@ from gradcheck_suite.core.contract import (
     checked_assumptions,
     checked_autocast,
     dealt_to_ranks,
+    expect_loop,
     expect_within,
     is_jax,
 )
-from gradcheck_suite.core.counterexamples import loop_lines, loop_places
 from gradcheck_suite.core.options import XLA, ChosenOptions, VerifyOptions, takes
 from gradcheck_suite.core.results import MovedByZeros, Result, result_lines
+from gradcheck_suite.core.source_lines import judged_lines, loop_places
 from gradcheck_suite.core.text import say
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.reference.evaluation import evaluated_by
@@ -127,7 +128,9 @@ def verify(
     violation = search.violation
     if violation is not None:
         violation = replace(
-            with_case_described(violation), found_after=search.found_after, **loop_places(loop)
+            with_case_described(violation),
+            found_after=search.found_after,
+            **loop_places(loop, violation),
         )
     findings = (*search.findings, *(opinion.findings if opinion else ()), *checked)
     moving = search.moved_by_zeros
@@ -139,6 +142,7 @@ def verify(
         unjudged=None if search.judged or violation or interrupted else _unjudged(search, findings),
         assumes=tuple(sorted(chosen)),
         autocast=autocast,
+        is_uncast=autocast is not None and options.dtype == "float64",
         worst_error_over_allowed=search.ratio,
         findings=findings,
         skipped=dict(search.skipped),
@@ -151,7 +155,7 @@ def verify(
         traffic=traffic,
         moved_by_zeros=MovedByZeros(len(moving), moving[0]) if moving else None,
         runs=search.runs,
-        files=() if (place := loop_lines(loop)) is None else (place,),
+        files=judged_lines(loop),
     )
     if not quiet:
         say(result_lines(result))
@@ -182,8 +186,7 @@ def _assumed(
         from gradcheck_suite.run.jax_run import jax_optimizer  # torch loops need none of it
 
         jax_optimizer(options.optimizer)
-    if not callable(loop):
-        raise UsageError(f"a loop must be callable with one TrainingRun, got {type(loop).__name__}")
+    expect_loop(loop)
     chosen = checked_assumptions({*options.assumes, *assumptions_of(loop)})
     if problem is not None:
         expect_within(problem, chosen, name=problem_name)

@@ -5,9 +5,11 @@ twin has none.
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
+import gradcheck_suite
 from gradcheck_suite.__main__ import main
 from gradcheck_suite.core.findings import FINDINGS, finding
 from tests.auditing.reported import REPORTED
@@ -173,3 +175,145 @@ def test_why_nothing_was_judged_has_a_name(tmp_path, capfd):
     assert main(["audit", "--json", str(path), str(script)]) == 2
     (result,) = json.loads(path.read_text())["results"]
     assert result["unjudged_reason"] == "nothing-trained"
+
+
+SCALE = HEAD + STRAYS["scale"][0].replace("LOSS", STRAYS["scale"][1])
+LINE = 1 + SCALE[: SCALE.index(".backward()")].count("\n")
+NAME = "parameter-without-optimizer"
+
+
+@pytest.mark.parametrize(
+    ("options", "table", "status", "said"),
+    [
+        ([], "", 0, f"finding: train.py:{LINE}: "),
+        (["--fail-on", NAME], "", 1, f"finding, which fails: train.py:{LINE}: "),
+        (["--fail-on", "findings"], "", 1, "finding, which fails: "),
+        (["--fail-on", "zero-gradient", "--fail-on", "no-pass"], "", 0, "finding: "),
+        ([], f"fail-on = ['{NAME}']", 1, "finding, which fails: "),
+        ([], "fail-on = ['findings']", 1, "finding, which fails: "),
+        ([], "[tool.gradcheck-suite.audit]\nfail-on = ['findings']", 1, "which fails: "),
+        (["--accept", NAME], "", 0, "accepted: "),
+        (["--accept", f"{NAME}@train.py"], "", 0, "accepted: "),
+        (["--accept", f"{NAME}@train.py:{LINE}", "--fail-on", "findings"], "", 0, "accepted: "),
+        (["--accept", f"{NAME}@train.py:1", "--fail-on", "findings"], "", 1, "which fails: "),
+        (["--accept", f"{NAME}@other.py", "--fail-on", NAME], "", 1, "which fails: "),
+    ],
+)
+def test_a_finding_fails_or_is_accepted_as_it_is_asked(
+    options, table, status, said, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCALE)
+    (tmp_path / "pyproject.toml").write_text(f"[tool.gradcheck-suite]\n{table}\n")
+    assert main(["audit", "--json", "r.json", *options, "train.py"]) == status
+    assert said in capfd.readouterr().err
+    (result,) = json.loads((tmp_path / "r.json").read_text())["results"]
+    (one,) = result["named_findings"]
+    assert (one["fails"], "reason" in one) == (status == 1, said == "accepted: ")
+    assert result["verdict"] == "holds"
+
+
+def test_a_reason_for_which_nothing_was_judged_is_accepted_or_fails(tmp_path, capfd):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    assert main(["audit", "--accept", "nothing-trained", str(script)]) == 0
+    assert main(["audit", "--fail-on", "nothing-trained", str(script)]) == 1
+    assert main(["audit", "--fail-on", "findings", str(script)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--fail-on", "zero-gradients"], "(did you mean 'zero-gradient'?)"),
+        (["--fail-on", "finding"], "(did you mean 'findings'?)"),
+        (["--accept", "zero-gradients@train.py:3"], "(did you mean 'zero-gradient'?)"),
+        (["--accept", "mean-of-mean"], "(did you mean 'mean-of-means'?)"),
+    ],
+)
+def test_a_name_that_does_not_exist_is_refused(options, said, tmp_path, capfd):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    assert main(["audit", *options, str(script)]) == 2
+    err = capfd.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_a_failing_finding_raises_in_python(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCALE)
+    audited(path)[0].raise_for_violation()
+    audited(path, fail_on=["findings"], accept=[NAME])[0].raise_for_violation()
+    with pytest.raises(gradcheck_suite.ViolationFound, match=NAME):
+        audited(path, fail_on=[NAME])[0].raise_for_violation()
+    with pytest.raises(gradcheck_suite.UsageError, match="expected the name of a finding"):
+        gradcheck_suite.audit(fail_on="findins")
+
+
+HELPERS = """
+import torch
+
+def send(loss):
+    loss.backward()
+
+def step(optimizer):
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+IN_FILES = (
+    HEAD
+    + """
+import losses, moves
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for window in ((4, 2, 7, 1), (3, 3)):
+    for rows in window:
+        moves.send(losses.of(model(torch.randn(rows, 3)), torch.randint(0, 2, (rows,))) WEIGHT)
+    moves.step(optimizer)
+"""
+)
+LOSSES = """
+import torch
+
+def of(y, target):
+    return torch.nn.functional.cross_entropy(y, target)
+"""
+
+
+@pytest.mark.parametrize("file", ["losses.py", "moves.py"])
+@pytest.mark.parametrize("weight", ["/ len(window)", "* rows / sum(window)"])
+def test_every_file_that_a_violation_names_is_accepted_and_its_entry_grows_stale(
+    file, weight, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, text in (("losses.py", LOSSES), ("moves.py", HELPERS)):
+        (tmp_path / name).write_text(text)
+        monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
+    (tmp_path / "train.py").write_text(IN_FILES.replace("WEIGHT", weight))
+    entries = [f'{{fault = "mean-of-means", file = "{file}", reason = "old"}}']
+    (tmp_path / "pyproject.toml").write_text(
+        f"[tool.gradcheck-suite]\naccept = [{', '.join(entries)}]\n"
+    )
+    is_gone = "rows" in weight
+    assert main(["audit", "train.py"]) == is_gone
+    err = capfd.readouterr().err
+    assert (f"mean-of-means was not found again in {file}" in err) == is_gone, err
+    assert ("accepted: mean-of-means" in err) == (not is_gone)
+
+
+def test_each_stale_entry_is_reported_beside_one_that_is_used(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCALE)
+    names = ((NAME, LINE), (NAME, 1), ("zero-gradient", LINE), ("mean-of-means", LINE))
+    entries = [
+        f'{{fault = "{name}", file = "train.py", line = {line}, reason = "old"}}'
+        for name, line in names
+    ]
+    (tmp_path / "pyproject.toml").write_text(
+        f"[tool.gradcheck-suite]\naccept = [{', '.join(entries)}]\n"
+    )
+    assert main(["audit", "train.py"]) == 1
+    err = capfd.readouterr().err
+    assert err.count("was not found again") == 3, err
+    for name, line in names[1:]:
+        assert f"accept: {name} was not found again in train.py:{line}:" in err

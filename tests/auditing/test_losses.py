@@ -11,7 +11,8 @@ import torch
 from torch.nn import functional as F  # noqa: N812 - as everyone calls it
 
 import gradcheck_suite
-from gradcheck_suite.auditing.terms import Reader, Term
+from gradcheck_suite.auditing.loss_terms import Term
+from gradcheck_suite.auditing.terms import Reader
 from gradcheck_suite.auditing.weights import Part, compare
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 import gradcheck_suite
+from gradcheck_suite.auditing import context
 from gradcheck_suite.auditing.context import (
     End,
     RankFile,
@@ -26,6 +28,7 @@ from gradcheck_suite.auditing.context import (
     gather,
     read,
 )
+from gradcheck_suite.auditing.events import Gap
 from gradcheck_suite.auditing.terms import Reader
 from tests.auditing.running import GLOO_AT_EXIT, audited_on_two_ranks, free_port, python_path
 from tests.auditing.scripts import ON_TWO_RANKS
@@ -250,6 +253,52 @@ def test_a_rank_that_died_is_known_on_its_own_machine_alone(monkeypatch, tmp_pat
     for host, known in ((socket.gethostname(), False), ("another", None)):
         writer = replace(read(first, 1).writer, pid=2**22 + 1, host=host)
         assert RankFile(1, writer=writer).is_open is known
+    running.end(End())
+
+
+def test_a_rank_that_waits_reads_each_entry_once(monkeypatch, tmp_path):
+    first, second = (_place(monkeypatch, tmp_path, rank, 100, **PORT) for rank in range(2))
+    RankWriter(first).end(End())
+    running = RankWriter(second)
+    running.write(*(Gap(range(n, n + 1)) for n in range(500)))
+    last = pickle.dumps(Gap(range(500, 501)))
+    loads, looks, load = [], itertools.count(1), pickle.load
+
+    def counted(file):
+        loads.append(load(file))
+        return loads[-1]
+
+    def slept(_):
+        # an entry that is half written is read when it is whole
+        look = next(looks)
+        if look == 5:
+            running._file.write(last[:7])
+            running._file.flush()
+        elif look == 6:
+            running._file.write(last[7:])
+            running._file.flush()
+        elif look == 10:
+            running.end(End())
+
+    monkeypatch.setattr(pickle, "load", counted)
+    monkeypatch.setattr(context.time, "sleep", slept)
+    files = gather(first)
+    assert [len(file.events) for file in files] == [0, 501]
+    assert [event.steps.start for event in files[1].events] == [*range(501)]
+    # of the two files their writers and ends, and each event; `path` looks at the own writer
+    assert len([one for one in loads if isinstance(one, Gap)]) == 501
+
+
+def test_a_rank_that_is_told_to_end_waits_no_longer_than_its_launcher_does(monkeypatch, tmp_path):
+    first, second = (_place(monkeypatch, tmp_path, rank, 100, **PORT) for rank in range(2))
+    RankWriter(first).end(End())
+    running = RankWriter(second)  # this process, which lives on
+    now = [0.0]
+    monkeypatch.setattr(context.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(context.time, "sleep", lambda seconds: now.append(now.pop() + 1.0))
+    files = gather(first, hurries=lambda: 3.0 if now[0] > 3.0 else None)
+    assert [file.end for file in files] == [End(), None]
+    assert now[0] == pytest.approx(3.0 + context.GRACE, abs=1.5)
     running.end(End())
 
 

@@ -10,7 +10,8 @@ import torch
 from torch.nn import functional
 
 import gradcheck_suite
-from gradcheck_suite.auditing.samples import ELEMENTS, PROJECTIONS, Together, read, sample
+from gradcheck_suite.auditing.samples import Together, read, sample
+from gradcheck_suite.auditing.vectors import ELEMENTS, PROJECTIONS
 
 SHAPES = ((), (1,), (7,), (5000,), (3, 4), (300, 96), (5000, 40), (8, 3, 3, 3), (2, 70000))
 

@@ -71,6 +71,7 @@ ROWS = [
     ),
     (VerifyOptions, "time_limit_s", 2.5, ("0", "nan", "inf", "x", 0, math.inf, True), SECONDS),
     (VerifyOptions, "quiet_loop", True, (1, None), BOOLEAN),
+    (VerifyOptions, "jax", "xla", ("XLA", "torch", None, 1), "expected one of numpy, xla; got {}"),
     (
         VerifyOptions,
         "second_opinion_s",
@@ -93,7 +94,15 @@ ROWS = [
         "accept",
         ("mean-of-means", "wrong-scale@a.py:3"),
         ("mean", "@a.py:3", 3),
-        "expected DIAGNOSIS or ",
+        "expected NAME, NAME@FILE or ",
+    ),
+    (AuditOptions, "accept", ("zero-gradient", "no-pass@a.py"), ("findings",), "expected NAME, "),
+    (
+        AuditOptions,
+        "fail_on",
+        ("findings", "zero-gradient", "no-pass", "step-per-micro-batch"),
+        ("finding", "zero-gradient@a.py", 3),
+        "expected the name of a finding or a reason",
     ),
     (
         AuditOptions,
@@ -129,7 +138,9 @@ SHARED = [
     (OutputOptions, "json", "r.json"),
     (OutputOptions, "html", "r.html"),
     (OutputOptions, "reports", "kept"),
+    (OutputOptions, "pythonpath", ()),
     (OutputOptions, "baseline", ()),
+    (OutputOptions, "always_fail_on", ("findings", "zero-gradient")),
 ]
 """Options of a command alone, which takes paths as texts."""
 
@@ -166,7 +177,7 @@ def test_a_value_is_the_same_from_the_command_line_from_pyproject_and_in_python(
         declared(options, name),
         ".".join(["tool.gradcheck-suite", *filter(None, [options.table])]),
     )
-    kept = PATH.parsed(value) if one.values is PATH else value
+    kept = PATH.parsed(value) if one.values is PATH and not one.repeatable else value
     given = options(**{name: kept})
     assert getattr(given, name) == kept
     if not one.flag:
@@ -221,7 +232,7 @@ def test_a_wrong_value_is_refused_with_one_message_on_every_path(
     [
         (
             "tool.gradcheck-suite]\nreport = 'kept'",
-            "expected one of reports, accept, verify, audit, port; got 'report' (did",
+            "expected one of reports, pythonpath, accept, fail-on, verify, audit, port; got 'report'",
         ),
         ("tool.gradcheck-suite]\nreports = 3", "reports: expected a path, got 3"),
         ("tool.gradcheck-suite]\nreports = ''", "reports: expected a path, got ''"),

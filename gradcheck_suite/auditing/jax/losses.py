@@ -1,0 +1,384 @@
+"""The terms of a loss, read off its equations: which items are added up, and how much each weighs.
+
+The walk goes from the loss back to the items. The operations between the two are linear, so the
+gradient of that tail by the items *is* the weight of each of them, and JAX computes it in the
+context of the run: masks, counts, loss scales, collectives and both modes of `shard_map` need no
+rule of their own. No argument has to be guessed to be the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gradcheck_suite.auditing.jax.equations import (
+    CUSTOM_VJP,
+    Equation,
+    Program,
+    Var,
+    bind,
+    is_float,
+    opened,
+)
+
+COLLECTIVES = frozenset(
+    {
+        "all_reduce",
+        "copy_p",
+        "pbroadcast",
+        "pcast",
+        "psum",
+        "psum2",
+        "psum_invariant",
+        "pvary",
+        "reduced_vary_cast",
+    }
+)
+LINEAR = COLLECTIVES | {
+    "broadcast_in_dim",
+    "convert_element_type",
+    "copy",
+    "mesh_cast",
+    "neg",
+    "optimization_barrier",
+    "reduce_precision",
+    "reshape",
+    "sharding_constraint",
+    "squeeze",
+    "transpose",
+}
+"""Operations that are linear in their one operand."""
+SUMS = frozenset({"add", "add_any", "sub"})
+WITH_PROGRAMS = frozenset({"cond", "scan", "shard_map", "while"}) | CUSTOM_VJP
+"""Operations inside of which a loss may be added up, where the walk does not go."""
+
+
+@dataclass(frozen=True, eq=False)
+class LossTerm:
+    """One sum of a loss.
+
+    Attributes:
+        levels: the arrays whose elements it may be a sum over, the outermost one first.
+        line: `file:line` of the sum, empty where it is not known.
+        expression: the names of its operations, from the sum inwards.
+        opaque: why it cannot be read as a sum over items; empty where it can.
+        of_parameters: whether it is a function of parameters alone, such as a penalty.
+    """
+
+    levels: tuple[Var, ...]
+    line: str
+    expression: tuple[str, ...]
+    opaque: str = ""
+    of_parameters: bool = False
+
+
+class _Reader:
+    """Walks from a loss down to its items.
+
+    Args:
+        program: the loss.
+        trained: the inputs that it is differentiated by.
+        data: its other inputs.
+    """
+
+    def __init__(self, program: Program, trained: Sequence[Var], data: Sequence[Var]) -> None:
+        self._program = program
+        self._by_parameters = program.dependents(set(trained))
+        self._by_data = program.dependents({*data, *program.constants})
+        self.found = list[LossTerm]()
+
+    def _operands(self, equation: Equation) -> list[Var]:
+        """Return the operands that a gradient goes back to."""
+        return [one for one in equation.ins if one in self._by_parameters]
+
+    def _is_scaled(self, equation: Equation) -> bool:
+        """Return whether an operation multiplies its one operand by something constant."""
+        operands = self._operands(equation)
+        if len(operands) != 1:
+            return False
+        name = equation.name
+        return name in ("mul", "select_n") or (name == "div" and operands[0] is equation.ins[0])
+
+    def split(self, var: Var, line: str = "") -> None:
+        """Find the terms of a number."""
+        equation = self._program.equation_of(var)
+        if equation is None:
+            self.found.append(LossTerm((), line, ("input",), "the loss is an input"))
+            return
+        operands, name, line = self._operands(equation), equation.name, equation.line or line
+        if name == "reduce_sum":
+            self.found.append(self._term(operands[0], line))
+        elif name in SUMS | LINEAR:
+            for one in operands:
+                self.split(one, line)
+        elif self._is_scaled(equation):
+            self.split(operands[0], line)
+        elif name == "dot_general" and len(operands) == 1 and operands[0].size > 1:
+            self.found.append(self._term(operands[0], line))
+        elif any(one.size == 1 and self._rests_on_sum(one) for one in operands):
+            self.found.append(LossTerm((), line, (name,), f"it is {name} of a sum over items"))
+        elif name in WITH_PROGRAMS:
+            self.found.append(LossTerm((), line, (name,), f"it is added up inside of `{name}`"))
+        else:
+            self.found.append(self._term(var, line))
+
+    def _rests_on_sum(self, var: Var) -> bool:
+        """Return whether a number rests on a sum of several numbers through nothing but numbers."""
+        equation = self._program.equation_of(var)
+        if equation is None:
+            return False
+        if equation.name == "reduce_sum" and equation.ins[0].size > 1:
+            return True
+        below = self._operands(equation)
+        return any(one.size == 1 and self._rests_on_sum(one) for one in below)
+
+    def _term(self, var: Var, line: str) -> LossTerm:
+        levels, names = [var], ["sum"]
+        equation = self._program.equation_of(var)
+        while equation is not None:
+            operands = self._operands(equation)
+            name = equation.name
+            linear = name in LINEAR or name == "reduce_sum" or self._is_scaled(equation)
+            if not linear or len(operands) != 1:
+                names.append(name)
+                break
+            if name == "broadcast_in_dim" and operands[0].size != levels[-1].size:
+                names.append("broadcast")
+                break
+            levels.append(operands[0])
+            equation = self._program.equation_of(levels[-1])
+        is_penalty = not any(one in self._by_data for one in levels)
+        distinct = tuple(dict.fromkeys(levels))
+        return LossTerm(distinct, line, tuple(names), of_parameters=is_penalty)
+
+
+def terms_of(program: Program, trained: Sequence[Var], data: Sequence[Var]) -> list[LossTerm]:
+    """Return the terms of a loss, which is the first output of a program.
+
+    Args:
+        program: the loss.
+        trained: the inputs that it is differentiated by.
+        data: its other inputs.
+    """
+    reader = _Reader(program, trained, data)
+    reader.split(program.outputs[0])
+    return reader.found
+
+
+# What is computed of a term. All of it is traced into the program beside the user's call.
+
+
+def varying(aval: Any) -> frozenset[str]:
+    """Return the axes of `shard_map` that a value differs over.
+
+    JAX 0.10 moved them from `aval.vma` to `aval.mat`.
+    """
+    known = getattr(getattr(aval, "mat", None), "varying", None)
+    return frozenset((getattr(aval, "vma", None) if known is None else known) or ())
+
+
+def _zeros(aval: Any) -> Any:
+    """Return zeros that vary over devices as a value does: `shard_map` sums gradients by that."""
+    axes = tuple(varying(aval))
+    zeros = jnp.zeros(aval.shape, aval.dtype)
+    return jax.lax.pcast(zeros, axes, to="varying") if axes else zeros
+
+
+LEAST, LARGEST, NUMBER, TOTAL = range(4)
+"""What is kept of the weights of a level: the smallest and the largest magnitude of those that are not 0, how many
+these are, and the sum of all."""
+
+
+def weights_of(program: Program, term: LossTerm, given: Mapping[Var, Any]) -> list[Any]:
+    """Return for each level of a term what is kept of its weights, (4,) float32.
+
+    Args:
+        program: the loss.
+        term: of it.
+        given: the values of its inputs and constants.
+    """
+    rows = []
+    for level in term.levels:
+
+        def tail(items: Any, level: Var = level) -> Any:
+            return program.evaluate(program.outputs[:1], {**given, level: items})[0].reshape(())
+
+        weights = UNMARKED.grad(tail)(_zeros(level.aval)).astype(jnp.float32)
+        size = jnp.abs(weights)
+        is_item = size > 0
+        least = jnp.min(jnp.where(is_item, size, jnp.inf))
+        number = jnp.sum(is_item).astype(jnp.float32)
+        rows.append(jnp.stack([least, jnp.max(size), number, jnp.sum(weights)]))
+    return rows
+
+
+@dataclass(frozen=True)
+class Unmarked:
+    """The functions of JAX as they were before the audit replaced them."""
+
+    grad: Any = jax.grad
+    value_and_grad: Any = jax.value_and_grad
+    vjp: Any = jax.vjp
+    jit: Any = jax.jit
+    pmap: Any = jax.pmap
+
+
+UNMARKED = Unmarked()
+
+
+def _rows_of(items: Var, data: Sequence[Var]) -> int | None:
+    """Return the number of rows of the batch that items belong to; None where it is not clear."""
+    arrays = [one for one in data if one.shape and one.shape[0] > 1]
+    leading = [one.shape[0] for one in arrays if items.shape[0] % one.shape[0] == 0]
+    if not leading:
+        return None
+    rows = max(set(leading), key=lambda n: (n == items.shape[0], leading.count(n)))
+    second = {one.shape[1] for one in arrays if len(one.shape) > 1 and one.shape[0] == rows}
+    is_batch = rows > 2 and items.shape[0] // rows in second | {1}
+    return rows if is_batch else None
+
+
+MOST_ROW_INPUTS = 4
+"""Inputs of a loss whose rows are replaced."""
+
+
+def row_inputs(term: LossTerm, data: Sequence[Var]) -> list[Var]:
+    """Return the inputs of a loss that may have a row for each row of a term's items.
+
+    A matrix of weights may have as many rows: which of them are batches, their values tell.
+    """
+    items = _items_of(term)
+    rows = None if items is None else _rows_of(items, data)
+    if rows is None:
+        return []
+    found = [one for one in data if one.shape and one.shape[0] == rows and not _is_key(one.aval)]
+    return found[:MOST_ROW_INPUTS]
+
+
+def _items_of(term: LossTerm) -> Var | None:
+    """Return the outermost items of a term that may belong to rows, None where there are none."""
+    if term.of_parameters or term.opaque:
+        return None
+    return next((one for one in term.levels if one.shape and one.shape[0] > 1), None)
+
+
+def mixing_of(program: Program, term: LossTerm, replaced: Var, given: Mapping[Var, Any]) -> Any:
+    """Return by how much items change when a row of an input that they do not belong to does.
+
+    The first row becomes the last one; items of other rows should stay as they are. Relative to the
+    largest item.
+
+    Args:
+        program: the loss.
+        term: of it.
+        replaced: one of its `row_inputs`.
+        given: the values of its inputs and constants.
+    """
+    items = _items_of(term)
+    assert items is not None
+    array = jnp.asarray(given[replaced])
+    changed = {**given, replaced: array.at[0].set(array[-1])}
+    block = items.shape[0] // array.shape[0]
+    before = program.evaluate([items], given)[0][block:].astype(jnp.float32)
+    after = program.evaluate([items], changed)[0][block:].astype(jnp.float32)
+    largest = jnp.max(jnp.abs(before))
+    return jnp.max(jnp.abs(before - after)) / jnp.where(largest == 0, 1, largest)
+
+
+def _is_key(aval: Any) -> bool:
+    return bool(jnp.issubdtype(aval.dtype, jax.dtypes.extended))
+
+
+# A function with a derivative of its own (`jax.custom_vjp`), against what JAX makes of its forward.
+
+
+@dataclass(frozen=True, eq=False)
+class CustomRule:
+    """A call of a function with a backward of its own.
+
+    Attributes:
+        equation: the call.
+        name: of the function.
+        line: of the call.
+    """
+
+    equation: Equation
+    name: str
+    line: str
+
+
+def custom_rules(program: Program, trained: Sequence[Var]) -> list[CustomRule]:
+    """Return the calls of such functions that the gradient of a loss goes through."""
+    reached = program.dependents(set(trained))
+    found = list[CustomRule]()
+    for equation in program.equations:
+        if equation.name in CUSTOM_VJP and reached.intersection(equation.outs):
+            name = str(equation.params.get("name") or _name_of(equation))
+            found.append(CustomRule(equation, name, equation.line))
+    return found
+
+
+def _name_of(equation: Equation) -> str:
+    jaxpr = equation.params.get("call_jaxpr", equation.params.get("fun_jaxpr"))
+    info = getattr(getattr(jaxpr, "jaxpr", jaxpr), "debug_info", None)
+    return str(getattr(info, "func_name", "") or "a custom_vjp").partition(" ")[0]
+
+
+OWN, ENTERED, DIFFERENCE, IDENTITY = range(4)
+"""What is kept of the check of a rule: the norm of its gradient, that of JAX's own, that of their difference, and by
+how much the function's result differs from its first input of the same shape."""
+
+
+def check_rule(program: Program, rule: CustomRule, given: Mapping[Var, Any]) -> Any:
+    """Return how the gradient of a rule compares with that of the function's forward, (4,) float32.
+
+    Both are taken at the inputs of the run, for one random cotangent.
+    """
+    equation = rule.equation
+    values = program.evaluate(equation.ins, given)
+    moved = [i for i, value in enumerate(values) if is_float(jnp.asarray(value))]
+    body = equation.params.get("call_jaxpr", equation.params.get("fun_jaxpr"))
+    jaxpr, constants = opened(body)
+
+    def whole(some: Sequence[Any]) -> list[Any]:
+        operands = list(values)
+        for i, value in zip(moved, some, strict=True):
+            operands[i] = value
+        return operands
+
+    def by_rule(*some: Any) -> list[Any]:
+        return bind(equation.primitive, equation.params, whole(some))
+
+    def by_forward(*some: Any) -> list[Any]:
+        return list(jax.core.eval_jaxpr(jaxpr, constants, *whole(some)))
+
+    inputs = [jnp.asarray(values[i]) for i in moved]
+    gradients = []
+    for function in (by_rule, by_forward):
+        results, back = UNMARKED.vjp(
+            lambda *xs, f=function: [y for y in f(*xs) if is_float(y)], *inputs
+        )
+        cotangents = [_cotangent(i, one) for i, one in enumerate(results)]
+        gradients.append(_flat(back(cotangents)))
+    own, entered = gradients
+    alike = [x for x in inputs[:1] for y in results[:1] if x.shape == y.shape]
+    distance = _norm(_flat(alike) - _flat(results[:1])) if alike else jnp.float32(jnp.nan)
+    return jnp.stack([_norm(own), _norm(entered), _norm(own - entered), distance])
+
+
+def _cotangent(index: int, result: Any) -> Any:
+    cotangent = jax.random.normal(jax.random.key(index), result.shape).astype(result.dtype)
+    axes = tuple(varying(jax.typeof(result)))
+    return jax.lax.pcast(cotangent, axes, to="varying") if axes else cotangent
+
+
+def _flat(arrays: Sequence[Any]) -> Any:
+    return jnp.concatenate([one.astype(jnp.float32).reshape(-1) for one in arrays])
+
+
+def _norm(flat: Any) -> Any:
+    return jnp.sqrt(jnp.sum(flat * flat))

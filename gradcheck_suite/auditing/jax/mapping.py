@@ -1,0 +1,136 @@
+"""A window of a run of JAX in the records that the judge of the audit reads.
+
+A pass is a pass, a device is a rank, and what JAX itself has added up over devices has one
+coefficient on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from gradcheck_suite.auditing import weights as reading_weights
+from gradcheck_suite.auditing.events import BY_HAND, PassRecord, StepRecord
+from gradcheck_suite.auditing.jax.losses import LARGEST, LEAST, NUMBER, TOTAL, LossTerm
+from gradcheck_suite.auditing.jax.windows import Column, Member, Window
+from gradcheck_suite.auditing.loss_terms import Term
+from gradcheck_suite.auditing.replay import Seen, StepWindow
+from gradcheck_suite.auditing.weighing import Pending
+
+EVEN = 1e-5
+"""Relative difference of the weights of items that weigh the same."""
+TOLERANCE = 2e-5
+"""Of a weight that JAX has computed in float32, relative."""
+KEY = 0
+"""That of all parameters: the samples of all leaves are one vector."""
+
+
+def term_of(term: LossTerm, levels: Sequence[Sequence[float]], unread: str) -> Term:
+    """Return a term in numbers: the weight of its outermost items, and what may be counted.
+
+    Args:
+        term: of a loss.
+        levels: what is kept of the weights of each of its levels.
+        unread: why these could not be computed; empty where they were.
+    """
+    expression = ("Sum", *term.expression)
+    line = term.line or None
+    if term.opaque or unread or not len(levels):
+        return Term(expression, opaque=term.opaque or unread or "it has no items", line=line)
+    rows = [np.asarray(one, np.float64) for one in levels]
+    even = [one for one in rows if not one[NUMBER] or _is_even(one)]
+    if not even:
+        return Term(expression, opaque="its items have other weights each", line=line)
+    first, weight = even[0], _weight(even[0])
+    alike = [one for one in even if one[NUMBER] and _is_alike(one, weight)]
+    others = [one for one in even if one[NUMBER] and not _is_alike(one, weight)]
+    counts = {
+        "nonzero": float(min((one[NUMBER] for one in alike), default=0.0)),
+        "elements": float(first[NUMBER]),
+    }
+    return Term(
+        expression,
+        weight,
+        counts,
+        deeper=tuple((_weight(one), float(one[NUMBER])) for one in others),
+        tolerance=TOLERANCE,
+        of_parameters=term.of_parameters,
+        line=line,
+    )
+
+
+def _is_even(row: np.ndarray[tuple[int], np.dtype[np.float64]]) -> bool:
+    return bool(row[LARGEST] - row[LEAST] <= EVEN * row[LARGEST])
+
+
+def _weight(row: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
+    return float(np.sign(row[TOTAL]) * row[LARGEST]) if row[NUMBER] else 0.0
+
+
+def _is_alike(row: np.ndarray[tuple[int], np.dtype[np.float64]], weight: float) -> bool:
+    return bool(abs(row[LARGEST] - abs(weight)) <= EVEN * abs(weight))
+
+
+def _record_of(column: Column, member: Member) -> PassRecord:
+    mark = column.mark
+    terms = [
+        term_of(term, levels, mark.unread.get(i, ""))
+        for i, (term, levels) in enumerate(zip(mark.terms, member.terms, strict=True))
+        if not term.of_parameters
+    ]
+    # nothing is "in `.grad`": the program hands each gradient on itself
+    return PassRecord(mark.place, accumulates=False, terms=terms, arrivals={KEY: BY_HAND})
+
+
+def step_window(window: Window, optimizer: int, columns: Collection[Column]) -> StepWindow:
+    """Return the window of a step in the records of the judge.
+
+    Args:
+        window: of the step.
+        optimizer: its index.
+        columns: the gradients that stand for its passes.
+    """
+    records: dict[int, dict[int, PassRecord]] = {}
+    coefficients = {}
+    of_column = dict(zip(map(id, window.columns), window.coefficients, strict=True))
+    for column in columns:
+        for member in column.members:
+            records.setdefault(column.number, {})[member.device] = _record_of(column, member)
+            coefficients[member.device, column.number] = of_column[id(column)]
+    passes = {
+        number: Seen([of_devices[d] for d in sorted(of_devices)])
+        for number, of_devices in records.items()
+    }
+    step = window.step
+    record = StepRecord(optimizer, step.place, {KEY: np.ones(1)}, step.number)
+    return StepWindow(
+        optimizer=optimizer,
+        number=step.number,
+        step=record,
+        passes=passes,
+        keys=[KEY],
+        coefficients={KEY: coefficients},
+        factor=1.0,
+        edit=None,
+        seen={number: {} for number in passes},
+        first=False,
+        before=0,
+        local=(),
+        null=set(),
+        not_finite=set(),
+        error=window.tolerance,
+    )
+
+
+def pending_of(window: Window, optimizer: int) -> Pending:
+    """Return a window whose weights are to be judged."""
+    found = step_window(window, optimizer, window.used)
+    used = dict(found.coefficients[KEY])
+    reading = reading_weights.read(found.passes, used, {}, window.tolerance)
+    return Pending(found, used, [reading], 1.0, scaled=window.step.is_scaled)
+
+
+def devices_of(window: Window) -> int:
+    """Return the number of devices of a window."""
+    return len({member.device for column in window.columns for member in column.members}) or 1

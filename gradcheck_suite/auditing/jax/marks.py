@@ -1,0 +1,313 @@
+"""Marks in a traced program: an identity that carries what is to be recorded.
+
+In the user's own program a mark lowers to nothing. `replay` evaluates the same program a second
+time, and returns for each mark the summary that is made here: samples of gradients, weights of the
+terms of a loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex
+from jax.interpreters import ad, batching, mlir
+
+from gradcheck_suite.auditing.jax.equations import Program, Var
+from gradcheck_suite.auditing.jax.losses import (
+    CustomRule,
+    LossTerm,
+    check_rule,
+    mixing_of,
+    row_inputs,
+    weights_of,
+)
+from gradcheck_suite.auditing.places import Place
+
+SAMPLES, PROJECTIONS = 48, 2
+"""Elements of a leaf that are kept, and sums of all of its elements, each times a wave of its own."""
+_FREQUENCIES = (0.7390851, 1.618034)
+
+
+@dataclass(eq=False)
+class PassMark:
+    """The gradient of a loss.
+
+    Attributes:
+        place: where it was asked for.
+        shapes: of the leaves of the gradient that are real numbers.
+        names: of these leaves.
+        dtype: the coarsest one of these leaves.
+        program: the loss.
+        terms: of it.
+        trained: the inputs that it is differentiated by.
+        data: its other inputs.
+        rules: functions with a backward of their own that the gradient goes through.
+        reduced: axes of devices over which JAX itself has added the gradient up.
+        scaled: whether what went backward is a value of the mark, and not 1.
+        unread: index of a term whose weights could not be computed -> why.
+    """
+
+    place: Place
+    shapes: tuple[tuple[int, ...], ...]
+    names: tuple[str, ...]
+    dtype: str
+    program: Program
+    terms: list[LossTerm]
+    trained: list[Var]
+    data: list[Var]
+    rules: list[CustomRule] = field(default_factory=list)
+    reduced: tuple[str, ...] = ()
+    scaled: bool = False
+    unread: dict[int, str] = field(default_factory=dict)
+
+    def summary(self, values: Sequence[Any]) -> dict[str, Any]:
+        """Return what is recorded of the gradient, the loss, and what went into it; traceable."""
+        number = len(self.shapes)
+        gradient, loss, inputs = values[:number], values[number], values[number + 1 :]
+        if self.scaled:
+            cotangent, inputs = inputs[0], inputs[1:]
+            gradient = [one / cotangent for one in gradient]
+        program = self.program
+        own = [*program.inputs, *program.constants, *program.literals]
+        given = dict(zip(own, inputs, strict=True))
+        terms = [self._weights(i, given) for i in range(len(self.terms))]
+        by_rows = [(term, one) for term in self.terms for one in row_inputs(term, self.data)]
+        mixing = [
+            {
+                "by": _or_unknown(mixing_of, (), self.program, term, one, given),
+                "input": sketch([given[one]])["sample"],
+            }
+            for term, one in by_rows
+        ]
+        return {
+            "gradient": sketch(gradient),
+            "loss": loss.astype(jnp.float32).reshape(()),
+            "parameters": sketch([given[one] for one in self.trained]),
+            "terms": terms,
+            "mixing": mixing,
+            "rules": [
+                _or_unknown(check_rule, (4,), self.program, rule, given) for rule in self.rules
+            ],
+        }
+
+    def _weights(self, index: int, given: dict[Var, Any]) -> list[Any]:
+        term = self.terms[index]
+        if term.opaque:
+            return []
+        try:
+            return weights_of(self.program, term, given)
+        except Exception as error:  # a primitive without a rule, a collective out of its place
+            self.unread[index] = f"its weights could not be computed ({type(error).__name__})"
+            return []
+
+
+def _or_unknown(compute: Callable[..., Any], shape: tuple[int, ...], *args: Any) -> Any:
+    """Return what a function computes, NaN where JAX has no rule for it."""
+    try:
+        return compute(*args)
+    except Exception:
+        return jnp.full(shape, jnp.nan, jnp.float32)
+
+
+@dataclass(eq=False)
+class UpdateMark:
+    """An optimizer's update.
+
+    Attributes:
+        place: of the call.
+        shapes: of the leaves of the gradient that it was given.
+        names: of these leaves.
+        dtype: the coarsest one of these leaves.
+        owner: index of the optimizer.
+        name: of the transformation.
+        depth: the number of updates that it was called inside of.
+        multi: whether it is `optax.MultiSteps`.
+        inside: whether `MultiSteps` has called it.
+        results: the number of leaves of what it returned.
+        parameters: the number of leaves of the parameters that it was given.
+    """
+
+    place: Place
+    shapes: tuple[tuple[int, ...], ...]
+    names: tuple[str, ...]
+    owner: int
+    name: str
+    dtype: str = "float32"
+    depth: int = 0
+    multi: bool = False
+    inside: bool = False
+    results: int = 0
+    parameters: int = 0
+
+    def summary(self, values: Sequence[Any]) -> dict[str, Any]:
+        """Return what is recorded of the gradient, the update and the parameters; traceable."""
+        first = self.results + len(self.shapes)
+        results = values[: self.results]
+        moved = [jnp.any(one != 0) for one in results]
+        found = {
+            "gradient": sketch(values[self.results : first]),
+            "update": sketch(results),
+            "moved": jnp.stack(moved).any(),
+        }
+        return found | ({"parameters": sketch(values[first:])} if self.parameters else {})
+
+
+Mark = PassMark | UpdateMark
+
+
+@dataclass(frozen=True)
+class MappedAxis:
+    """A `vmap` around a mark.
+
+    Attributes:
+        dims: of each value of the mark, the axis that is mapped, or None.
+        name: of the axis, for collectives; None where it has none.
+        size: of the axis.
+    """
+
+    dims: tuple[int | None, ...]
+    name: str | None
+    size: int
+
+
+RECORD: list[Callable[[Mark, Sequence[Any]], None]] = []
+"""Takes the values of a mark that is evaluated, and not traced; empty while no audit is open."""
+
+mark_p = jex.Primitive("audit_mark")
+mark_p.multiple_results = True
+
+
+def _evaluate(
+    *values: Any, mark: Mark, through: int, axes: tuple[MappedAxis, ...]
+) -> Sequence[Any]:
+    if RECORD and not axes:
+        RECORD[-1](mark, values)
+    return list(values[:through])
+
+
+def _abstract(*avals: Any, mark: Mark, through: int, axes: tuple[MappedAxis, ...]) -> Sequence[Any]:
+    return list(avals[:through])
+
+
+def _lower(
+    context: Any, *values: Any, mark: Mark, through: int, axes: tuple[MappedAxis, ...]
+) -> Sequence[Any]:
+    return list(values[:through])
+
+
+def _jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, through: int, **params: Any
+) -> tuple[Sequence[Any], Sequence[Any]]:
+    return mark_p.bind(*primals, through=through, **params), list(tangents[:through])
+
+
+def _batch(
+    axis: Any,
+    values: Sequence[Any],
+    dims: Sequence[int | None],
+    *,
+    through: int,
+    axes: tuple[MappedAxis, ...],
+    **params: Any,
+) -> tuple[Sequence[Any], Sequence[int | None]]:
+    # the values go through as they are: whatever is computed of one copy is computed in the replay
+    name = axis.name if isinstance(axis.name, str) else None
+    mapped = (MappedAxis(tuple(dims), name, axis.size),) if any(d is not None for d in dims) else ()
+    return mark_p.bind(*values, through=through, axes=axes + mapped, **params), dims[:through]
+
+
+mark_p.def_impl(_evaluate)
+mark_p.def_abstract_eval(_abstract)
+mlir.register_lowering(mark_p, _lower)
+ad.primitive_jvps[mark_p] = _jvp
+batching.fancy_primitive_batchers[mark_p] = _batch
+
+
+COARSE_FIRST = ("bfloat16", "float16", "float32", "float64")
+"""Dtypes of gradients, the coarsest first."""
+
+
+def coarsest(leaves: Sequence[Any]) -> str:
+    """Return the coarsest dtype of some arrays."""
+    found = {str(one.dtype) for one in leaves}
+    return next((name for name in COARSE_FIRST if name in found), "bfloat16")
+
+
+def put_mark(mark: Mark, through: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    """Send some values through a mark, which carries others along, and return the former."""
+    return list(mark_p.bind(*through, *values, mark=mark, through=len(through), axes=()))
+
+
+# What is recorded.
+
+
+def sketch(leaves: Sequence[Any]) -> dict[str, Any]:
+    """Return samples of all leaves in one vector, and the norm of each leaf.
+
+    A sample is linear, so that of a sum is the sum of the samples.
+    """
+    parts = []
+    norms = []
+    for leaf in leaves:
+        flat = jnp.asarray(leaf).reshape(-1)
+        flat = flat if flat.dtype == jnp.float64 else flat.astype(jnp.float32)
+        number = flat.shape[0]
+        if number <= SAMPLES:
+            parts.append(flat)
+        else:
+            steps = jnp.arange(number, dtype=jnp.float32)
+            waves = [jnp.cos(steps * f + f).astype(flat.dtype) for f in _FREQUENCIES]
+            parts += [flat[_places(number)], jnp.stack([jnp.vdot(flat, wave) for wave in waves])]
+        norms.append(jnp.sqrt(jnp.sum(flat * flat)))
+    return {"sample": jnp.concatenate(parts), "norms": jnp.stack(norms)}
+
+
+def _places(number: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    found = np.random.default_rng(number).choice(number, SAMPLES, replace=False)
+    return np.sort(found)
+
+
+def segments(shapes: Sequence[tuple[int, ...]]) -> list[list[slice]]:
+    """Return where the samples of each leaf stand: its elements, then its projections if it has
+    some.
+    """
+    found = []
+    begin = 0
+    for shape in shapes:
+        number = int(np.prod(shape, dtype=np.int64))
+        sizes = [number] if number <= SAMPLES else [SAMPLES, PROJECTIONS]
+        slices = []
+        for size in sizes:
+            slices.append(slice(begin, begin + size))
+            begin += size
+        found.append(slices)
+    return found
+
+
+def summarized(mark: Mark, axes: Sequence[MappedAxis], values: Sequence[Any]) -> Any:
+    """Return the summary of a mark; of a `vmap` without a name, that of the first copy.
+
+    A named axis may have collectives over it, as devices have, and is mapped over: the summary then
+    has one more leading axis.
+    """
+    if not axes:
+        return mark.summary(values)
+    *inner, last = axes
+    if last.name is None:
+        first = [
+            one if dim is None else jax.lax.index_in_dim(one, 0, dim, keepdims=False)
+            for one, dim in zip(values, last.dims, strict=True)
+        ]
+        return summarized(mark, inner, first)
+    mapped = jax.vmap(
+        lambda *some: summarized(mark, inner, some),
+        in_axes=last.dims,
+        axis_name=last.name,
+        axis_size=last.size,
+    )
+    return mapped(*values)

@@ -1,0 +1,381 @@
+"""Evaluates a traced program beside the user's call, and returns a summary of each mark in it.
+
+Only operations with marks inside are entered. What no mark depends on, XLA removes. Effects, such
+as `jax.debug.print`, are left out: they happen in the user's own call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex
+from jax.sharding import PartitionSpec
+
+from gradcheck_suite.auditing.jax.equations import ScanParts, bind, called, opened, programs_in
+from gradcheck_suite.auditing.jax.losses import UNMARKED, varying
+from gradcheck_suite.auditing.jax.marks import Mark, UpdateMark, mark_p, summarized
+
+MOST_TURNS = 64
+"""Turns of a `while` loop that are kept."""
+MOST_STEPS = 40
+"""Iterations of a scan with an optimizer's step in it that are looked at."""
+CALLBACKS = frozenset({"debug_callback", "debug_print", "io_callback"})
+MARK, SCAN, WHILE, BRANCHES, SHARDS = "mark", "scan", "while", "branches", "shards"
+
+
+class CannotReplayError(Exception):
+    """A program cannot be evaluated a second time."""
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """A part of a program, with the marks in it.
+
+    Attributes:
+        kind: `mark`, `scan` (one more leading axis), `while`, `branches` or `shards`.
+        about: an `AboutMark` or an `AboutScan`; None for others.
+        data: the summary of a mark, the turns of a loop, the index of a branch.
+        parts: what is inside; of `branches` a list for each.
+        size: the number of iterations, or of devices.
+    """
+
+    kind: str
+    about: Any
+    data: Any
+    parts: list[Any]
+    size: int = 0
+
+
+jax.tree_util.register_dataclass(
+    Kept, data_fields=["data", "parts"], meta_fields=["kind", "about", "size"]
+)
+
+
+@dataclass(frozen=True)
+class AboutMark:
+    """What is known of a mark without its values.
+
+    Attributes:
+        mark: the mark.
+        copies: whether one of several copies under a `vmap` was looked at.
+    """
+
+    mark: Mark
+    copies: bool
+
+
+@dataclass(frozen=True)
+class AboutScan:
+    """What is known of a scan without its values.
+
+    Attributes:
+        reverse: whether it runs backwards.
+        length: the number of its iterations, of which the first ones may have been looked at alone.
+        steps: optimizer steps of an iteration; 0 where that is not known.
+    """
+
+    reverse: bool
+    length: int
+    steps: int
+
+
+@dataclass
+class Contents:
+    """Finds the marks and the callbacks of programs, each of which is looked through once."""
+
+    _marks: dict[int, list[Mark]] = field(default_factory=dict)
+    _effects: dict[int, bool] = field(default_factory=dict)
+    _alive: list[Any] = field(default_factory=list)
+
+    def marks(self, jaxpr: Any) -> list[Mark]:
+        """Return the marks of a program."""
+        if id(jaxpr) not in self._marks:
+            self._alive.append(jaxpr)  # an id is one as long as its object is alive
+            found = list[Mark]()
+            for equation in jaxpr.eqns:
+                if equation.primitive is mark_p:
+                    found.append(equation.params["mark"])
+                else:
+                    found += self.marks_inside(equation)
+            self._marks[id(jaxpr)] = found
+        return self._marks[id(jaxpr)]
+
+    def marks_inside(self, equation: Any) -> list[Mark]:
+        """Return the marks of the programs in an equation."""
+        return [mark for jaxpr in programs_in(equation) for mark in self.marks(jaxpr)]
+
+    def has_callbacks(self, jaxpr: Any) -> bool:
+        """Return whether a program calls back into Python."""
+        if id(jaxpr) not in self._effects:
+            self._alive.append(jaxpr)
+            self._effects[id(jaxpr)] = any(
+                equation.primitive.name in CALLBACKS or self.callbacks_inside(equation)
+                for equation in jaxpr.eqns
+            )
+        return self._effects[id(jaxpr)]
+
+    def callbacks_inside(self, equation: Any) -> bool:
+        """Return whether a program in an equation calls back into Python."""
+        return any(map(self.has_callbacks, programs_in(equation)))
+
+
+@dataclass
+class Replay:
+    """Evaluates a program and keeps its marks.
+
+    Attributes:
+        contents: what is in programs.
+        notes: what was not looked at, and why.
+    """
+
+    contents: Contents
+    notes: dict[str, None] = field(default_factory=dict)
+
+    def run(
+        self, jaxpr: Any, constants: Sequence[Any], args: Sequence[Any]
+    ) -> tuple[list[Any], list[Kept]]:
+        """Return the results of a program, and what is kept of its marks.
+
+        Raises:
+            CannotReplayError: a part of it cannot be evaluated a second time.
+        """
+        values: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True))
+        values.update(zip(jaxpr.invars, args, strict=True))
+
+        def read(var: Any) -> Any:
+            return var.val if isinstance(var, jex.Literal) else values[var]
+
+        kept = list[Kept]()
+        for equation in jaxpr.eqns:
+            results, found = self._equation(equation, [read(one) for one in equation.invars])
+            kept += found
+            values.update(zip(equation.outvars, results, strict=True))
+        return [read(one) for one in jaxpr.outvars], kept
+
+    def _equation(self, equation: Any, values: list[Any]) -> tuple[list[Any], list[Kept]]:
+        name, params = equation.primitive.name, equation.params
+        if equation.primitive is mark_p:
+            axes = params["axes"]
+            about = AboutMark(params["mark"], any(axis.name is None for axis in axes))
+            node = Kept(MARK, about, summarized(params["mark"], axes, values), [])
+            for axis in axes:
+                if axis.name is not None:
+                    node = Kept(SHARDS, None, None, [node], axis.size)
+            return values[: params["through"]], [node]
+        if name in CALLBACKS:
+            if equation.outvars:
+                raise CannotReplayError(
+                    f"it calls back into Python (`{name}`) for a result, which a second program"
+                    " must not do"
+                )
+            return [], []
+        marks = self.contents.marks_inside(equation)
+        if not marks and not self.contents.callbacks_inside(equation):
+            return bind(equation.primitive, params, values), []
+        body = called(equation)
+        if body is not None:
+            return self.run(*opened(body), values)
+        if name == "scan":
+            return self._scan(params, values, marks)
+        if name == "while":
+            return self._while(params, values)
+        if name == "cond":
+            return self._cond(params, values)
+        if name == "shard_map":
+            return self._shard_map(params, values)
+        if not marks:
+            raise CannotReplayError(f"it calls back into Python inside of `{name}`")
+        self.notes[f"gradients are computed inside of `{name}`, which is not looked into"] = None
+        return bind(equation.primitive, params, values), []
+
+    def _scan(
+        self, params: Any, values: list[Any], marks: Sequence[Mark]
+    ) -> tuple[list[Any], list[Kept]]:
+        parts, length, reverse = ScanParts.of(params), params["length"], params["reverse"]
+        fixed, carry, iterated = parts.cut(values)
+        updates = [one for one in marks if isinstance(one, UpdateMark) and not one.depth]
+        steps = bool(updates)
+        short = min(length, MOST_STEPS) if steps else length
+        if short < length:
+            iterated = [x[-short:] if reverse else x[:short] for x in iterated]
+
+        def body(state: Any, row: Any) -> Any:
+            results, kept = self.run(*opened(params["jaxpr"]), [*fixed, *state, *row])
+            return results[: parts.carried], (results[parts.carried :], kept)
+
+        end, (stacked, kept) = jax.lax.scan(
+            body, list(carry), list(iterated), length=short, reverse=reverse
+        )
+        if short < length:  # what is lacking has the right shape, and no mark depends on it
+            stacked = [jnp.concatenate([y, *[y[-1:]] * (length - short)]) for y in stacked]
+        # how often `MultiSteps` steps is not known of iterations that are not looked at
+        per_turn = 0 if any(one.multi for one in updates) else len(updates)
+        about = AboutScan(reverse=reverse, length=length, steps=per_turn)
+        return [*end, *stacked], [Kept(SCAN, about, None, kept, short)]
+
+    def _while(self, params: Any, values: list[Any]) -> tuple[list[Any], list[Kept]]:
+        tested = params["cond_nconsts"]
+        first = tested + params["body_nconsts"]
+        for_test, for_body, carry = values[:tested], values[tested:first], values[first:]
+        jaxpr, constants = opened(params["body_jaxpr"])
+        test, test_constants = opened(params["cond_jaxpr"])
+
+        def kept_of(*state: Any) -> Any:
+            return self.run(jaxpr, constants, [*for_body, *state])[1]
+
+        shapes = jax.eval_shape(kept_of, *carry)
+        room = jax.tree.map(lambda one: jnp.zeros((MOST_TURNS, *one.shape), one.dtype), shapes)
+
+        def body(state: Any) -> Any:
+            turn, now, kept = state
+            results, found = self.run(jaxpr, constants, [*for_body, *now])
+            kept = jax.tree.map(lambda all_, one: all_.at[turn].set(one, mode="drop"), kept, found)
+            return turn + 1, results, kept
+
+        def goes_on(state: Any) -> Any:
+            return self.run(test, test_constants, [*for_test, *state[1]])[0][0]
+
+        start = (jnp.int32(0), list(carry), room)
+        turns, results, kept = jax.lax.while_loop(goes_on, body, start)
+        return list(results), [Kept(WHILE, None, turns, kept)]
+
+    def _cond(self, params: Any, values: list[Any]) -> tuple[list[Any], list[Kept]]:
+        index, *args = values
+        branches = [opened(one) for one in params["branches"]]
+        shapes = [
+            jax.eval_shape(lambda *some, of=of: self.run(of[0], of[1], some)[1], *args)
+            for of in branches
+        ]
+
+        def branch(number: int) -> Any:
+            def run(*some: Any) -> Any:
+                jaxpr, constants = branches[number]
+                results, kept = self.run(jaxpr, constants, some)
+                every = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), shapes)
+                every[number] = kept
+                return results, every
+
+            return run
+
+        functions = [branch(number) for number in range(len(branches))]
+        results, kept = jax.lax.switch(index, functions, *args)
+        which = jnp.asarray(index, jnp.int32)
+        return list(results), [Kept(BRANCHES, None, which, kept)]
+
+    def _shard_map(self, params: Any, values: list[Any]) -> tuple[list[Any], list[Kept]]:
+        mesh, made = params["mesh"], {}
+        manual = params.get("newly_manual_axes", params.get("manual_axes"))
+        axes = tuple(axis for axis in mesh.axis_names if axis in manual)
+
+        def body(*args: Any) -> Any:
+            results, kept = self.run(params["jaxpr"], (), args)
+            leaves, made["tree"] = jax.tree.flatten(kept)
+            return results, [_varies(one, axes)[None] for one in leaves]
+
+        mapped = jax.shard_map(
+            body,
+            mesh=mesh,
+            in_specs=tuple(params["in_specs"]),
+            out_specs=(list(params["out_specs"]), PartitionSpec(axes)),
+            axis_names=set(manual),
+            check_vma=params["check_vma"],
+        )
+        results, leaves = mapped(*values)
+        kept = jax.tree.unflatten(made["tree"], leaves)
+        size = int(np.prod([mesh.shape[axis] for axis in axes]))
+        return list(results), [Kept(SHARDS, None, None, kept, size)]
+
+
+def _varies(value: Any, axes: Sequence[str]) -> Any:
+    """Return a value that varies over all axes, as what each device returns does."""
+    missing = tuple(axis for axis in axes if axis not in varying(jax.typeof(value)))
+    return jax.lax.pcast(value, missing, to="varying") if missing else value
+
+
+# What was kept, in the order in which it happened.
+
+
+@dataclass(frozen=True, eq=False)
+class MarkEvent:
+    """A mark that was passed.
+
+    Attributes:
+        mark: the mark.
+        values: its summary, as arrays; with one row for each device where there are several.
+        devices: their number; 0 for one that is no shard.
+        copies: whether one of several copies under a `vmap` was looked at.
+    """
+
+    mark: Mark
+    values: Any
+    devices: int
+    copies: bool
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Marks that were not looked at come here: what was added up before is not known.
+
+    Attributes:
+        steps: optimizer steps among them; 0 where their number is not known.
+    """
+
+    steps: int = 0
+
+
+Event = MarkEvent | Cut
+
+
+def events_of(kept: Sequence[Kept], at: tuple[int, ...] = (), devices: int = 0) -> Iterator[Event]:
+    """Yield the marks of a program in the order in which they were passed.
+
+    Args:
+        kept: what was kept, as arrays.
+        at: the iterations of the loops around it.
+        devices: the number of devices, whose axis then is the first one.
+    """
+    here = (slice(None),) * bool(devices) + at
+    for node in kept:
+        if node.kind == MARK:
+            about = node.about
+            values = jax.tree.map(lambda x: x[here], node.data)
+            yield MarkEvent(about.mark, values, devices, about.copies)
+        elif node.kind == SCAN:
+            order = range(node.size)
+            for t in reversed(order) if node.about.reverse else order:
+                yield from events_of(node.parts, (*at, t), devices)
+            if node.about.length > node.size:
+                yield Cut(node.about.steps * (node.about.length - node.size))
+        elif node.kind == WHILE:
+            turns = int(np.ravel(node.data[here])[0])
+            for t in range(min(turns, MOST_TURNS)):
+                yield from events_of(node.parts, (*at, t), devices)
+            if turns > MOST_TURNS:
+                yield Cut()
+        elif node.kind == BRANCHES:
+            which = int(np.ravel(node.data[here])[0])
+            last = len(node.parts) - 1
+            yield from events_of(node.parts[min(max(which, 0), last)], at, devices)
+        elif devices:
+            raise CannotReplayError("devices inside of devices are not told apart")
+        else:
+            axis = len(at)  # that of the devices stands after those of the loops around it
+            parts = jax.tree.map(lambda x, a=axis: np.moveaxis(x, a, 0), node.parts)
+            yield from events_of(parts, at, node.size)
+
+
+def replay_program(closed: Any, contents: Contents) -> tuple[Any, Replay]:
+    """Return a function, compiled at its first call, that evaluates a program and returns its
+    marks.
+    """
+    replay = Replay(contents)
+
+    def run(*args: Any) -> Any:
+        return replay.run(closed.jaxpr, closed.consts, args)[1]
+
+    return UNMARKED.jit(run), replay

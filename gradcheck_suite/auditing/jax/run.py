@@ -1,0 +1,190 @@
+"""The audit of a run of JAX, from its beginning to its result."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from gradcheck_suite.auditing.jax.judge import JaxJudge
+from gradcheck_suite.auditing.jax.recorder import JaxRecorder
+from gradcheck_suite.auditing.jax.replay import MOST_STEPS, Event
+from gradcheck_suite.auditing.schedule import Schedule
+from gradcheck_suite.auditing.stopping import Terminated
+from gradcheck_suite.core.findings import Found, finding
+from gradcheck_suite.core.options import DEFAULT_BUDGET, INSTRUMENTS, AuditOptions
+from gradcheck_suite.core.results import Result, Violation
+from gradcheck_suite.core.text import counted
+from gradcheck_suite.errors import CannotRunHere
+from gradcheck_suite.run.private_names import expect_present
+
+MOST_REASONS = 2
+"""Reasons that the sentence for a run without a verdict names."""
+
+
+class JaxAudit:
+    """Judges the optimizer steps of a run of JAX.
+
+    Args:
+        options: of the audit.
+        name: of the run in the result.
+        tell: prints a violation when it is found.
+        say: prints a line on the terminal.
+    """
+
+    def __init__(
+        self,
+        options: AuditOptions,
+        name: str,
+        tell: Callable[[Violation], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._options, self._name, self._tell = options, name, tell
+        self._schedule = Schedule(options, on_ranks=False)
+        self._recorder = JaxRecorder(self._receive, say, self._schedule, options.steps)
+        self._judge = JaxJudge(
+            self._recorder.on_step,
+            lambda: self._recorder.marking.has_updates,
+            given=options.accumulation_steps,
+            judges_sums="sums" not in options.without,
+            judges_weights="weights" not in options.without,
+        )
+        self._unsupported: str | None = None
+        self._told: set[tuple[str, str | None]] = set()
+        self._start = time.perf_counter()
+
+    def open(self) -> None:
+        """Begin to watch."""
+        try:
+            expect_present("audit", "jax")
+        except CannotRunHere as error:  # the program goes on without the audit
+            self._unsupported = str(error)
+        if self._unsupported is None and not {*self._options.without} >= {*INSTRUMENTS}:
+            self._recorder.open()
+
+    def _receive(self, events: Sequence[Event]) -> None:
+        before = self._judge.steps
+        self._judge.take(events)
+        if self._options.stop_on_violation and self._judge.steps > before:
+            self.tell_all()
+
+    def tell_all(self) -> None:
+        """Print the violations that were not printed so far."""
+        for violation in self._judge.violations():
+            key = violation.diagnosis, violation.where
+            accepted = self._options.accepts(violation.diagnosis, violation.where)
+            if key not in self._told and not accepted:
+                self._told.add(key)
+                self._tell(violation)
+
+    @property
+    def has_seen(self) -> bool:
+        """Whether a gradient or an update was seen."""
+        recorder = self._recorder
+        return bool(recorder.passes_seen or recorder.steps_seen or recorder.marking.traced)
+
+    def close(self, error: BaseException | None) -> Result:
+        """Stop watching, and return the result.
+
+        Args:
+            error: that ended the run, or None.
+        """
+        was_open = self._recorder.is_open
+        self._recorder.close()
+        try:
+            self._judge.end(complete=was_open and error is None)
+        except Exception as fault:
+            self._recorder.switch_off(fault)
+        return self.result(error)
+
+    def result(self, error: BaseException | None) -> Result:
+        """Return the result so far.
+
+        Args:
+            error: that ended the run, or None.
+        """
+        judge, recorder = self._judge, self._recorder
+        found = judge.violations() if recorder.off is None else []
+        accepts = self._options.accepts
+        violations = tuple(v for v in found if not accepts(v.diagnosis, v.where))
+        accepted = tuple(v for v in found if accepts(v.diagnosis, v.where))
+        unknown = judge.all_unknown()
+        notes = Counter({part.found: steps for part, steps in unknown.items()})
+        notes += judge.all_notes() + recorder.notes + self._of_unseen()
+        if recorder.off is not None:
+            said = f"JAX could not be observed ({recorder.off}); please report it"
+            notes[finding("failed-instrument", said, remedy="")] += 1
+        named = tuple(replace(one, steps=times) for one, times in notes.items())
+        judged = judge.weighed if "weights" not in self._options.without else judge.judged
+        windows = len(judged | judge.violated)
+        skipped = {
+            f"budget {self._options.budget or DEFAULT_BUDGET}": recorder.counted,
+            f"after the first {MOST_STEPS} of a scan": recorder.cut,
+        }
+        unjudged = None if found else self._why_unjudged(windows, notes)
+        return Result(
+            loop=self._name,
+            command="audit",
+            seconds=time.perf_counter() - self._start,
+            violations=violations,
+            accepted=accepted,
+            steps=recorder.steps_seen,
+            windows=windows,
+            windows_skipped={reason: number for reason, number in skipped.items() if number},
+            findings=tuple(map(str, named)),
+            named_findings=named,
+            unknown=tuple(replace(part, steps=steps) for part, steps in unknown.items()),
+            unjudged=None if unjudged is None else unjudged.words,
+            unjudged_reason=None if unjudged is None else unjudged.name,
+            interrupted=isinstance(error, KeyboardInterrupt | Terminated),
+            raised=f"{type(error).__name__}: {error}" if isinstance(error, Exception) else None,
+            files=tuple((file, None) for file in self._files()),
+        )
+
+    def _files(self) -> list[str]:
+        lines = {line for place in self._judge.places for line in (place.line, *place.path)}
+        return sorted({line.rpartition(":")[0] for line in lines})
+
+    def _of_unseen(self) -> Counter[Found]:
+        """Return what gradients and updates could not be looked at."""
+        found = Counter[Found]()
+        for place, times in self._recorder.marking.unseen.items():
+            said = (
+                "the gradient of a loss was not seen: it cannot be traced, since it looks at values or"
+                " is no function of arrays"
+            )
+            found[finding("untraced-loss", said, place)] += times
+        for mark in self._recorder.unseen():
+            said = (
+                "it was traced into a program whose calls were not looked at, as of a function that"
+                " was compiled before the audit began"
+            )
+            found[finding("unobserved-program", said, mark.place)] += 1
+        return found
+
+    def _why_unjudged(self, windows: int, notes: Counter[Found]) -> Found | None:
+        """Return why nothing could be judged, and what to do; None where something was."""
+        recorder = self._recorder
+        if self._unsupported is not None:
+            return finding("unsupported-version", self._unsupported)
+        if recorder.off is not None:
+            said = f"JAX could not be observed ({recorder.off})"
+            return finding("failed-instrument", said, remedy="")
+        if {*self._options.without} >= {*INSTRUMENTS}:
+            return finding("switched-off", "every instrument was switched off")
+        if windows:
+            return None
+        reasons = "; ".join(map(str, [*notes][:MOST_REASONS]))
+        if not recorder.steps_seen and recorder.passes_seen:
+            passes = counted(recorder.passes_seen, "gradient")
+            said = f"no optimizer's update was seen in {passes}"
+            return finding("no-step", f"{said}: {reasons}" if reasons else said)
+        if not recorder.steps_seen and not notes:
+            said = (
+                "no gradient of a loss and no optimizer's update was seen in this process: the script"
+                " trains nothing, or it trains in another process"
+            )
+            return finding("nothing-trained", said)
+        why = reasons or "no loss was differentiated"
+        return finding("nothing-judged", f"no step could be judged: {why}")

@@ -1,0 +1,438 @@
+"""Puts the window of each optimizer step together: which gradients stand in what it was given, and
+with which coefficients.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from gradcheck_suite.auditing.jax.fits import EPS, Fit, Vector, fit, near
+from gradcheck_suite.auditing.jax.marks import PassMark, UpdateMark, segments
+from gradcheck_suite.auditing.jax.replay import MarkEvent
+from gradcheck_suite.auditing.places import Place
+from gradcheck_suite.auditing.replay import RELATIVE
+
+MOST_AGE = 3
+"""Steps for which a gradient that is in none of them is kept: it may be of another one."""
+MOST_OPEN = 512
+"""Gradients that are kept."""
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """The part of a device in a gradient.
+
+    Attributes:
+        device: its index.
+        terms: for each term of the loss, what is kept of the weights of its levels.
+    """
+
+    device: int
+    terms: Sequence[Any]
+
+
+@dataclass(eq=False)
+class Column:
+    """A gradient of a loss, on one device, or of all devices where JAX has added them up.
+
+    Attributes:
+        number: of the pass.
+        mark: of it.
+        gradient: a sample of it.
+        norm: of the gradient.
+        parameters: a sample of those that it is a gradient by.
+        members: the devices that are in it.
+        mixing: by how much items depend on other rows of inputs, and samples of these.
+        rules: the checks of functions with a backward of their own.
+        copies: whether one of several copies under a `vmap` was looked at.
+        age: the number of steps since then.
+        consumers: the optimizers that have stepped on it.
+    """
+
+    number: int
+    mark: PassMark
+    gradient: Vector
+    norm: float
+    parameters: Vector
+    members: list[Member]
+    mixing: Sequence[Any]
+    rules: Sequence[Any]
+    copies: bool
+    age: int = 0
+    consumers: set[int] = field(default_factory=set)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether it has neither NaN nor infinity."""
+        return bool(np.isfinite(self.gradient).all())
+
+
+def _of_device(tree: Any, device: int | None) -> Any:
+    import jax
+
+    return tree if device is None else jax.tree.map(lambda x: x[device], tree)
+
+
+def columns_of(event: MarkEvent, number: int) -> list[Column]:
+    """Return the gradients of a pass: one for each device, or one of all."""
+    mark = event.mark
+    assert isinstance(mark, PassMark)
+    devices: list[int | None] = list(range(event.devices)) or [None]
+    members = [Member(d or 0, _of_device(event.values["terms"], d)) for d in devices]
+    found = []
+    for device in devices[:1] if mark.reduced else devices:
+        values = _of_device(event.values, device)
+        found.append(
+            Column(
+                number=number,
+                mark=mark,
+                gradient=np.asarray(values["gradient"]["sample"], np.float64),
+                norm=float(np.sqrt((np.asarray(values["gradient"]["norms"], float) ** 2).sum())),
+                parameters=np.asarray(values["parameters"]["sample"], np.float64),
+                members=members if mark.reduced else [members[device or 0]],
+                mixing=values["mixing"],
+                rules=values["rules"],
+                copies=event.copies,
+            )
+        )
+    return found
+
+
+def select(column: Column, shapes: Sequence[tuple[int, ...]]) -> Column | None:
+    """Return the part of a gradient that has some shapes, of neighbouring leaves.
+
+    An optimizer may be given a part of what one loss gives. None where there is no such part, or
+    more than one.
+    """
+    own = column.mark.shapes
+    if own == tuple(shapes):
+        return column
+    number = len(shapes)
+    starts = [i for i in range(len(own) - number + 1) if own[i : i + number] == tuple(shapes)]
+    if len(starts) != 1:
+        return None
+    parts = segments(own)[starts[0] : starts[0] + number]
+    places = [np.arange(one.start, one.stop) for slices in parts for one in slices]
+    at = np.concatenate(places)
+    cut = column.parameters[at] if len(column.parameters) == len(column.gradient) else np.zeros(0)
+    return Column(
+        column.number,
+        column.mark,
+        column.gradient[at],
+        column.norm,
+        cut,
+        column.members,
+        column.mixing,
+        column.rules,
+        column.copies,
+        column.age,
+        column.consumers,
+    )
+
+
+@dataclass(eq=False)
+class Step:
+    """What an optimizer was given.
+
+    Attributes:
+        number: among the steps of all optimizers.
+        place: of the update.
+        shapes: of the gradient's leaves.
+        names: of them.
+        gradient: a sample.
+        norms: of its leaves.
+        parameters: a sample of those that it was given; None where it was given none.
+        dtype: the coarsest one of the gradient's leaves.
+        noise: by how much the gradient may be off; None for one that the optimizer was given.
+        is_scaled: whether a common factor of its coefficients says something.
+    """
+
+    number: int
+    place: Place
+    shapes: Sequence[tuple[int, ...]]
+    names: Sequence[str]
+    gradient: Vector
+    norms: Vector
+    parameters: Vector | None
+    dtype: str
+    noise: Vector | None = None
+    is_scaled: bool = True
+
+
+@dataclass(eq=False)
+class Window:
+    """The gradients of a step.
+
+    Attributes:
+        step: the step.
+        columns: the gradients since the last step that may be in it.
+        coefficients: of each; 0 for one that is not in it.
+        tolerance: relative, of the coefficients.
+        added: by how much of the parameters the gradient was made larger, as by a decay.
+    """
+
+    step: Step
+    columns: list[Column]
+    coefficients: list[float]
+    tolerance: float
+    added: float = 0.0
+
+    @property
+    def used(self) -> list[Column]:
+        """The gradients that are in the step."""
+        pairs = zip(self.columns, self.coefficients, strict=True)
+        return [column for column, c in pairs if c]
+
+    @property
+    def length(self) -> int:
+        """The number of passes that are in the step."""
+        return len({column.number for column in self.used})
+
+    @property
+    def lost(self) -> list[Column]:
+        """Passes of the same parameters and place that are not in it, on any device."""
+        used = self.used
+        places = {column.mark.place for column in used}
+        numbers = {column.number for column in used}
+        return [
+            column
+            for column in self.columns
+            if column.number not in numbers
+            and column.mark.place in places
+            and any(is_same_point(column, other) for other in used)
+        ]
+
+
+def is_of_earlier_step(window: Window, optimizer: Optimizer) -> bool:
+    """Return whether gradients are by parameters that the optimizer was given at an earlier step,
+    and no longer has.
+    """
+    now, known = window.step.parameters, optimizer.parameters
+    if now is None or known is None or not window.used:
+        return False
+    point = window.used[0].parameters
+    if any(len(one) != len(point) for one in (now, *known)) or _is_close(point, now):
+        return False
+    return any(_is_close(point, one) for one in known)
+
+
+def _is_close(a: Vector, b: Vector) -> bool:
+    return bool(np.abs(a - b).max(initial=0.0) <= 1e-7 * np.abs(a).max(initial=1e-30))
+
+
+def is_same_point(one: Column, other: Column) -> bool:
+    """Return whether two gradients are by the same parameters."""
+    a, b = one.parameters, other.parameters
+    return len(a) == len(b) and _is_close(a, b)
+
+
+REDRAWN = 0.3
+"""By how much an input differs from that of the pass before, relative to its size, if it is a batch: parameters move by
+small steps."""
+
+
+def mixes(column: Column, before: Column) -> float:
+    """Return by how much items depend on other rows of a batch; 0 where no batch tells.
+
+    Args:
+        column: a gradient.
+        before: that of the pass before it, of the same place.
+    """
+    largest = 0.0
+    for now, then in zip(column.mixing, before.mixing, strict=False):
+        here, there = np.asarray(now["input"], float), np.asarray(then["input"], float)
+        redrawn = here.shape == there.shape and np.linalg.norm(here - there) > REDRAWN * max(
+            np.linalg.norm(here), np.linalg.norm(there)
+        )
+        if redrawn and np.isfinite(now["by"]):
+            largest = max(largest, float(now["by"]))
+    return largest
+
+
+@dataclass(frozen=True)
+class Unfitted:
+    """Why no window could be put together.
+
+    Attributes:
+        name: of the reason.
+        reason: in words.
+    """
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Stale:
+    """A step with something of an earlier one.
+
+    Attributes:
+        what: of it is in there.
+        is_all: whether nothing else is.
+    """
+
+    what: str
+    is_all: bool
+
+
+NO_SUM = (
+    "the gradient at the step is no weighted sum of those that were computed, as where it is clipped"
+    " by element, projected, or noise is added"
+)
+ALIKE = "the gradients of the window are too much alike to tell them apart"
+NOT_FINITE = "a gradient is not finite"
+NONE_BEFORE = (
+    "no gradient of its shapes was computed before it by `jax.grad`, `jax.value_and_grad` or"
+    " `jax.vjp` while the audit looked"
+)
+
+
+@dataclass(eq=False)
+class Optimizer:
+    """An optimizer and what is known of its steps.
+
+    Attributes:
+        index: in the order of first steps.
+        last: the sample of the gradient at its last step.
+        before: the gradients of its last window.
+        since: the number of passes there were at its last step.
+        sites: the places of passes that it has stepped on.
+        lengths: numbers of passes of its windows -> how often.
+        generation: of what is known; another one tells that events before it were not seen.
+        steps: their number.
+        reached: of each leaf, whether some gradient of it was not 0.
+        names: of the leaves of its gradient.
+        withheld: gradients that it was given, and after which its updates were 0.
+        times_withheld: how often.
+        mark: of its first update.
+        place: of its last update.
+        moved_after: the number of passes there were at each of its steps.
+        parameters: samples of the first and of the last parameters that it was given.
+    """
+
+    index: int
+    last: Column | None = None
+    before: list[Column] = field(default_factory=list)
+    since: int = 0
+    sites: set[Place] = field(default_factory=set)
+    lengths: Counter[int] = field(default_factory=Counter)
+    generation: int = 0
+    steps: int = 0
+    reached: Vector | None = None
+    names: Sequence[str] = ()
+    withheld: list[Column] = field(default_factory=list)
+    times_withheld: int = 0
+    mark: UpdateMark | None = None
+    place: Place | None = None
+    moved_after: list[int] = field(default_factory=list)
+    parameters: tuple[Vector, Vector] | None = None
+
+
+def explain(optimizer: Optimizer, step: Step, columns: list[Column]) -> Window | Stale | Unfitted:
+    """Explain the gradient at a step by those that were computed since the last one.
+
+    Args:
+        optimizer: whose step it is.
+        step: what it was given.
+        columns: gradients of its shapes.
+    """
+    if not columns:
+        return Unfitted("no-gradient-before-step", NONE_BEFORE)
+    if not (np.isfinite(step.gradient).all() and all(one.is_finite for one in columns)):
+        return Unfitted("not-finite", NOT_FINITE)
+    own = _fit(step, columns)
+    if own.is_exact and own.is_degenerate and (window := _shortest(step, columns)) is not None:
+        return window
+    if own.is_exact:
+        return _window(step, columns, own)
+    for what, extra in (
+        ("gradients of the window before are", optimizer.before),
+        ("the gradient of the step before is", [optimizer.last] if optimizer.last else []),
+    ):
+        of_both = _fit(step, [*columns, *extra]) if extra else own
+        if extra and of_both.is_exact and any(of_both.found[len(columns) :]):
+            return Stale(what, is_all=not any(of_both.found[: len(columns)]))
+    window = _with_decay(step, columns)
+    if window is not None:
+        return window
+    return Unfitted("unexplained-gradient", NO_SUM)
+
+
+def _fit(step: Step, columns: Sequence[Column], *more: Vector) -> Fit:
+    vectors = [*(column.gradient for column in columns), *more]
+    relative = max(RELATIVE[d] for d in {step.dtype, *(c.mark.dtype for c in columns)})
+    return fit(step.shapes, vectors, step.gradient, relative=max(relative, 3e-5), noise=step.noise)
+
+
+def _window(step: Step, columns: list[Column], found: Fit) -> Window | Unfitted:
+    if found.tolerance > 0.02:
+        return Unfitted("too-few-elements", ALIKE)
+    return Window(step, columns, found.found[: len(columns)], found.tolerance)
+
+
+def _shortest(step: Step, columns: list[Column]) -> Window | None:
+    """Explain a gradient by columns of which some are combinations of others.
+
+    All of them alike is tried first, then the shortest window at the end.
+    """
+    for first in (0, *range(len(columns) - 1, 0, -1)):
+        some = columns[first:]
+        total = sum((column.gradient for column in some), np.zeros_like(step.gradient))
+        relative = max(RELATIVE[step.dtype], 3e-5)
+        short = fit(step.shapes, [total], step.gradient, relative=relative, noise=step.noise)
+        if short.is_exact and short.found[0]:
+            coefficients = [short.found[0]] * len(some)
+            return Window(step, some, coefficients, short.tolerance)
+    return None
+
+
+def _with_decay(step: Step, columns: list[Column]) -> Window | None:
+    """Explain a gradient to which a multiple of the parameters was added."""
+    if step.parameters is None or len(step.parameters) != len(step.gradient):
+        return None
+    found = _fit(step, columns, step.parameters)
+    *_, added = found.found
+    if not found.is_exact or found.is_degenerate or not added or found.tolerance > 0.02:
+        return None
+    return Window(step, columns, found.found[:-1], found.tolerance, added)
+
+
+def implicit_step(number: int, place: Place, columns: Sequence[Column], after: Column) -> Step:
+    """Return the step that a change of the parameters is, where no optimizer is seen.
+
+    The learning rate is not known, and so neither is the common factor of the coefficients.
+    """
+    first = columns[0]
+    change = first.parameters - after.parameters
+    # the rounding of the parameters is that of their size, not of the change
+    noise = 2 * EPS * np.abs(first.parameters)
+    norms = np.array([np.abs(change[slices[0]]).max() for slices in segments(first.mark.shapes)])
+    return Step(
+        number,
+        place,
+        first.mark.shapes,
+        first.mark.names,
+        change,
+        norms,
+        None,
+        first.mark.dtype,
+        noise,
+        is_scaled=False,
+    )
+
+
+def clipped_norm(window: Window) -> bool:
+    """Return whether gradients were cut to one norm before they were added up."""
+    sizes = np.array([c for c in window.coefficients if c])
+    norms = np.array([column.norm for column in window.used])
+    if len(sizes) < 2 or (sizes <= 0).any() or near(sizes, sizes.max(), window.tolerance):
+        return False
+    cut = sizes < sizes.max() * (1 - window.tolerance)
+    limits = (sizes * norms)[cut]
+    alike = cut.sum() > 1 and near(limits, limits[0], max(1e-3, window.tolerance))
+    return bool(alike and ((sizes * norms)[~cut] <= limits[0] * 1.01).all())

@@ -1,0 +1,66 @@
+"""Samples of gradients once they are arrays, and how two of them compare.
+
+Must import neither torch nor JAX: the judge reads the samples of both.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+ELEMENTS, PROJECTIONS = 16, 8
+Vector = npt.NDArray[np.float64]
+"""The elements, then the projections where they were taken."""
+
+
+def size(vector: Vector) -> float:
+    """Return the largest absolute value of a sample."""
+    return float(np.abs(vector).max()) if len(vector) else 0.0
+
+
+def is_finite(vector: Vector) -> bool:
+    """Return whether a sample has neither NaN nor infinity."""
+    return bool(np.isfinite(vector).all())
+
+
+def alike(one: Vector, other: Vector) -> tuple[Vector, Vector]:
+    """Return two samples cut to the part that both have."""
+    length = min(len(one), len(other))
+    return one[:length], other[:length]
+
+
+def distance(one: Vector, other: Vector) -> float:
+    """Return the largest difference of two samples relative to the size of the other, not finite
+    where they are not.
+
+    Elements and projections are compared each on a scale of their own: the square root of the
+    number of elements lies between them. Elements that are all 0 have the scale of the projections.
+    """
+    one, other = alike(one, other)
+    whole, parts = size(other) or 1.0, (slice(ELEMENTS), slice(ELEMENTS, None))
+    return float(
+        np.max([size(one[part] - other[part]) / (size(other[part]) or whole) for part in parts])
+    )
+
+
+def is_mostly(now: Vector, then: Vector) -> bool:
+    """Return whether most of the elements that are not 0 are equal to the bit: what differs are
+    some elements.
+    """
+    pairs = [(a, b) for a, b in zip(now[:ELEMENTS], then[:ELEMENTS], strict=True) if a or b]
+    return 2 * sum(a == b for a, b in pairs) > len(pairs)
+
+
+def factor(now: Vector, then: Vector, tolerance: float) -> float | None:
+    """Return f where `now` is f times `then`, else None.
+
+    Elements that most others, which are the same to the bit, contradict have no part in f.
+    """
+    now, then = alike(now, then)
+    square = float((then * then).sum())
+    if not square or not math.isfinite(square):
+        return None
+    found = 1.0 if is_mostly(now, then) else float((now * then).sum()) / square
+    return found if distance(found * then, now) <= tolerance else None
