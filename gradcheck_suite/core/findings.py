@@ -214,6 +214,11 @@ _ROWS = (
         "too few elements tell which micro-batches are in `.grad`",
         "audit the script with fewer micro-batches in a window, or in float32",
     ),
+    _reason(
+        "unseen-writes",
+        "writes to parameters through `.data` are not seen on a device",
+        severity="note",
+    ),
     _reason("functional-loss", "a loss inside of torch.func is not seen", severity="note"),
     _reason("step-inside-backward", "an optimizer steps inside of a backward pass"),
     _reason(
