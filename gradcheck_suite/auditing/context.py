@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress, pairwise
 from operator import not_
@@ -21,15 +21,28 @@ from typing import IO, Any, Literal, TextIO
 
 import torch
 
-from gradcheck_suite.auditing.custom_functions import FunctionKey
+from gradcheck_suite.auditing.custom_functions import (
+    NOT_SEEN,
+    CallsOfProgram,
+    FunctionKey,
+    statement_of,
+)
 from gradcheck_suite.auditing.events import Event, Gap, PassRecord, settle
 from gradcheck_suite.auditing.jax_opinion import JaxOpinion, ask_jax, kept_calls
 from gradcheck_suite.auditing.judge import ORPHANS, Judge
 from gradcheck_suite.auditing.modes import AsBefore
-from gradcheck_suite.auditing.module_calls import ModuleCall, ModuleCalls
+from gradcheck_suite.auditing.module_calls import ModuleCall, ModuleCalls, without_gradients
 from gradcheck_suite.auditing.places import Place, here, living
 from gradcheck_suite.auditing.program_state import preserve_rng
-from gradcheck_suite.auditing.recomputation import Asked, Part, recompute
+from gradcheck_suite.auditing.recomputation import (
+    SENTENCES,
+    UNEXPLAINED,
+    Asked,
+    Part,
+    Recomputed,
+    judge_calls_of_program,
+    recompute,
+)
 from gradcheck_suite.auditing.recorder import Recorder, Running
 from gradcheck_suite.auditing.replay import StepWindow, near
 from gradcheck_suite.auditing.schedule import Schedule
@@ -37,6 +50,7 @@ from gradcheck_suite.auditing.stopping import StoppedOnViolation, Terminated
 from gradcheck_suite.auditing.strays import Strays
 from gradcheck_suite.auditing.sums import StepFault
 from gradcheck_suite.auditing.terms import Reader, declare
+from gradcheck_suite.auditing.told import Told
 from gradcheck_suite.auditing.weighing import violation_of
 from gradcheck_suite.core.findings import Found, finding
 from gradcheck_suite.core.options import DEFAULT_BUDGET, INSTRUMENTS, AuditOptions, takes
@@ -373,8 +387,12 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._standard_error = sys.stderr
         self._process = os.getpid()
         self._passes = self._passes_at_step = 0
-        self._after_gap = self._was_full = self._copied = False
-        self._told: set[Any] = set()
+        self._after_gap = self._was_full = False
+        self._tried = set[str]()
+        self._doubts: dict[int, str] = {}
+        self._covered: tuple[int, int] | None = None
+        self._reasons = dict[str, Found]()
+        self._told = Told()
         self._events: list[Event] = []
         self._places: set[Place] = set()
         self._lines: set[str] = set()
@@ -384,8 +402,9 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._schedule = Schedule(self.options, on_ranks=self._ranks is not None)
         self._recorder = Recorder(
             self._receive,
-            lambda: self._schedule.whole or (self._forwards.copies and not self._copied),
+            lambda: self._schedule.whole or self._is_of_kept,
             self._resumes,
+            self._pass_begins,
             self._schedule.forget,
             weights="weights" not in self.options.without,
             sums="sums" not in self.options.without,
@@ -404,6 +423,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._running: dict[int, Running] = {}
         self._recomputed: Counter[str] = Counter()
         self._functions: set[FunctionKey] = set()
+        self._outside = CallsOfProgram()
         self._calls: list[Part] | str | None = None
         self._opinion: JaxOpinion | None = None
 
@@ -458,6 +478,9 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if self._observing:
             self._observing = False
             self._forwards.close()
+            for kind in self._outside.close():
+                said = f"custom function {kind.__name__}: {NOT_SEEN}"
+                self._judge.note(finding("custom-function", said))
             self._recorder.close()
             self._stance.close()
 
@@ -613,7 +636,19 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
 
         Whose it is shows at its step, so all are until that of each optimizer that is due has been.
         """
-        return self._schedule.full or (self._forwards.copies and not self._copied)
+        return self._schedule.full or self._is_of_kept
+
+    def _pass_begins(self) -> bool:
+        """Return whether the window that runs is computed again; a pass of it begins."""
+        if self._is_full():
+            self._forwards.pass_begins()
+            return True
+        return False
+
+    @property
+    def _is_of_kept(self) -> bool:
+        """Whether the window that runs is the first one of whose calls more is kept."""
+        return not self._forwards.keeps <= self._tried
 
     def _resumes(self, optimizer: int) -> bool:
         """Count a window, and return whether those after it are judged again."""
@@ -637,6 +672,10 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
 
     def _pause(self) -> None:
         self._forwards.close()
+        unseen = self._outside.close()
+        self._functions -= unseen | {
+            statement_of(kind) for kind in unseen
+        }  # a later window shows them
         self._running.clear()
         self._recorder.pause()
 
@@ -675,7 +714,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             return
         self._places.add(event.place)
         if isinstance(event, PassRecord):
-            if self._is_full() and self._recorder.last is not None and self._recorder.last.forwards:
+            if self._is_full() and self._recorder.last is not None:
                 self._running[self._passes] = self._recorder.last
             self._passes += 1
             self._strays.on_pass(event)
@@ -722,13 +761,27 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         """
         for event in self._taken():
             self._judge.take([event])
+        window = None if "batch" in self.options.without else self._judge.window
+        if again and window is not None:
+            # what a call needs to give the same again is kept in the next window, and in that one
+            # it is known whether it helps
+            self._tried |= self._forwards.keeps
+            self._recompute(window)
+            self._judge_draws(window)
+        if window is not None and (again or self._outside.has_calls):
+            self._judge_functions(window)
         if again:
-            if self._judge.window is not None and "batch" not in self.options.without:
-                self._recompute(self._judge.window)
             self._running.clear()
-        for violation in self._judge.violations():
-            if not any(map(violation.is_accepted_by, self.options.accept)):
-                self._tell(violation)
+        self._forwards.forget_draws()
+        # a run that ends at its first violation has no later window
+        stops = self.options.stop_on_violation
+        for violation in self._judge.settled(is_last=stops):
+            if any(map(violation.is_accepted_by, self.options.accept)):
+                continue
+            if stops and self._observing:
+                raise StoppedOnViolation
+            # how often it occurs is known at the end, and counted there alone
+            self._tell(replace(violation, occurrences=1))
 
     # The window again
 
@@ -737,6 +790,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
 
     def _keep_cotangent(self, forward: ModuleCall, index: int, cotangent: torch.Tensor) -> None:
         if (running := self._observed()) is not None:
+            if forward not in running.forwards:
+                forward.note_backward()
             running.forwards.setdefault(forward, {})[index] = cotangent
 
     def _keep_mode(self, module: int, training: bool, _: torch.Tensor) -> None:
@@ -752,7 +807,6 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
 
     @preserve_rng()
     def _recompute(self, window: StepWindow) -> None:
-        self._copied = self._forwards.copies  # also where this window is not computed again
         violation, used = self._judge.of_last_step(), self._judge.used
         own = {
             i: 1.0 for i, seen in window.passes.items() if not window.seen[i] and not seen.by_hand
@@ -767,6 +821,9 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             violation.diagnosis == "repeated-micro-batch" or _is_rescaled_each_time(window)
         ):
             return
+        # of a loss that each pass has as a whole, no weight of a pass is the right one
+        if violation is not None and _is_of_weights_alone(violation):
+            return
         if window.copies:
             said = (
                 "a window was not computed again: the optimizer steps on copies of the parameters"
@@ -774,7 +831,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             self._judge.note(finding("copied-parameters", said))
             return
         if violation is not None and violation.weights:
-            weights = _righted(violation, weights)
+            weights = _righted(violation, weights, window)
         if not weights or window.edit is not None or self._recorder.is_off("the window again"):
             return
         known = self._recorder.parameters
@@ -791,7 +848,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         observed = {
             id(p): p.grad for k, p in live.items() if p.grad is not None and k not in hooked
         }
-        with self._recorder.mute():
+        with self._alone():
             passes = {i: seen.records[0] for i, seen in window.passes.items() if i in weights}
             asked = Asked(
                 [self._running.get(i, Running(record, Reader())) for i, record in passes.items()],
@@ -807,12 +864,11 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
                 },
             )
             found = recompute(asked)
-        # inputs that the program changes in place are copied in the next window
-        self._forwards.copies |= found.inputs_changed
-        for note in found.notes:
-            self._judge.note(note)
+        self._note_recomputed(found, window.optimizer)
         if found.how is not None:
-            self._recomputed[found.how] += 1
+            compared, reached = found.covered
+            some = f", {compared} of {reached} parameters" if compared < reached else ""
+            self._recomputed[f"{found.how}{some}"] += 1
             self._schedule.again[window.optimizer] += 1
             if self.options.jax and self._calls is None:
                 self._calls = kept_calls(found.parts)
@@ -822,25 +878,65 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             key = next((k for k, p in live.items() if id(p) == found.parameter), None)
             name = None if key is None else self._name_of(key)
             last = window.passes[max(window.passes)].site
-            fault = violation_of(StepFault(found.name, found.sentence), window, last, name)
+            step_fault = StepFault(found.name, found.sentence, causes=found.causes)
+            fault = violation_of(step_fault, window, last, name)
             self._judge.add(replace(fault, error=found.error, allowed=found.allowed))
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Record nothing, and keep the program's gradients out of reach."""
+        own = [known.reference() for known in self._recorder.parameters.values()]
+        with self._recorder.mute(), without_gradients([p for p in own if p is not None]):
+            yield
+
+    def _judge_draws(self, window: StepWindow) -> None:
+        """Judge what modules drew when a backward called them again."""
+        if self._forwards.redrawn and window.passes and self._judge.of_last_step() is None:
+            sentence = SENTENCES["redrawn again"].format(module=self._forwards.redrawn)
+            last = window.passes[max(window.passes)].site
+            self._judge.add(violation_of(StepFault("wrong-backward", sentence), window, last))
+
+    @preserve_rng()
+    def _judge_functions(self, window: StepWindow) -> None:
+        """Judge the custom functions that the program calls outside of recorded modules."""
+        if self._recorder.is_off("the window again"):
+            return
+        passes = [self._running[i] for i in window.passes if i in self._running]
+        with self._alone():
+            found = judge_calls_of_program(self._outside, passes, self._functions)
+        for note in found.notes:
+            self._judge.note(note)
+        if found.name is not None and self._judge.of_last_step() is None:
+            last = window.passes[max(window.passes)].site
+            fault = violation_of(StepFault(found.name, found.sentence), window, last)
+            self._judge.add(replace(fault, error=found.error, allowed=found.allowed))
+
+    def _note_recomputed(self, found: Recomputed, optimizer: int) -> None:
+        """Note what a window that was computed again has shown, or why it could not be."""
+        if found.keep is not None:
+            self._forwards.keeps.add(found.keep)
+        if found.doubt:
+            self._doubts[optimizer] = found.doubt
+        elif found.how is not None or found.reason:
+            self._doubts.pop(optimizer, None)
+        for note in found.notes:
+            if note.name == UNEXPLAINED:
+                self._reasons.setdefault(note.name, note)
+            else:
+                self._judge.note(note)
 
     @preserve_rng()
     def _tell(self, violation: Violation) -> None:
-        """Print a violation, unless it was printed; stop the run there where that is asked."""
-        # a later window may give the fault of an earlier one another name; ranks that train by
-        # themselves may have a fault each at one place
-        told = {violation.diagnosis, (violation.step, violation.where)}
-        if told & self._told and self._ranks is None:
+        """Print a violation, unless one of its diagnosis was printed."""
+        # ranks that train by themselves may have a fault each at one place
+        if self._told.has(violation.diagnosis) and self._ranks is None:
             return
-        self._told |= told
+        self._told.add(violation)
         if not self.quiet:
             _say(violation.words, self.standard_error)
-        if self.options.stop_on_violation and self._observing:
-            raise StoppedOnViolation
 
     def _finished(self, error: BaseException | None) -> Result:
-        found = self._judge.violations()
+        found = self._told.final(self._judge.violations())
         is_accepted = [any(map(v.is_accepted_by, self.options.accept)) for v in found]
         violations = tuple(compress(found, map(not_, is_accepted)))
         accepted = tuple(compress(found, is_accepted))
@@ -856,6 +952,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         parts = Counter({part.found: steps for part, steps in unknown.items()})
         strays = () if self._judge.has_copies else self._strays.findings(self._name_of)
         findings = parts + self._recorder.notes + self._judge.notes() + Counter(strays) + off
+        findings += Counter(self._recorder.unused_objectives)
         whole = (
             not {*self.options.without} & {"weights", "sums"}
             and not self._recorder.off
@@ -877,7 +974,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         ]
         if self._recorder.off or self._recorder.concurrent:
             violations = accepted = ()
-        for violation in violations:
+        for violation in violations if self not in _open else ():
             self._tell(violation)  # what the end of the run, or all ranks together, have shown
         windows = len(self._judge.weighed | self._judge.violated)
         lines = {line for place in self._places for line in (place.line, *place.path)}
@@ -944,6 +1041,11 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
                 " trains nothing, or it trains in another process"
             )
             return finding("nothing-trained", said)
+        if self._reasons:
+            return next(iter(self._reasons.values()))
+        if self._doubts and self not in _open:
+            said = f"{next(iter(self._doubts.values()))}: the window could not be computed again, and no later one was"
+            return finding(UNEXPLAINED, said)
         if windows:
             return None
         reasons = Counter(self._judge.skipped.values())
@@ -967,8 +1069,27 @@ def _is_rescaled_each_time(window: StepWindow) -> bool:
     )
 
 
-def _righted(violation: Violation, weights: Mapping[int, float]) -> dict[int, float]:
-    """Return the weights of passes times expected over observed, where a pass has one such ratio."""
+def _is_of_weights_alone(violation: Violation) -> bool:
+    return violation.diagnosis == "unrecognised-weights" and not violation.weights
+
+
+def _has_one_weight(record: PassRecord) -> bool:
+    """Return whether all that went backward in a pass has one expression and one weight."""
+    weights = [abs(term.weight or 0.0) for term in record.terms]
+    expressions = {term.expression for term in record.terms}
+    return len(expressions) <= 1 and all(near(one, weights[0], 1e-6) for one in weights)
+
+
+def _righted(
+    violation: Violation, weights: Mapping[int, float], window: StepWindow
+) -> dict[int, float]:
+    """Return the weights of passes times expected over observed, where a pass has one such ratio.
+
+    None where a pass has other terms, too: a pass is computed again as a whole, and what they weigh
+    is right.
+    """
+    if not all(_has_one_weight(window.passes[index].records[0]) for index in weights):
+        return {}
     ratios: dict[int, set[float]] = {}
     for row in violation.weights:
         if row.observed and row.count and row.micro_batch is not None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import types
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,6 +168,66 @@ def first_calls(kinds: Set[type]) -> Iterator[dict[FunctionKey, Call]]:
         yield found
 
 
+class CallsOfProgram:
+    """Records the first call of classes that the program calls outside of recorded modules.
+
+    The forward of a class is replaced from the moment it is known until the next judgement.
+    """
+
+    def __init__(self) -> None:
+        self._calls: dict[type, Call] = {}
+        self._watched: set[type] = set()
+        self._stack = contextlib.ExitStack()
+
+    def watch(self, kinds: Iterable[type]) -> None:
+        """Record the next call of some classes."""
+        for kind in kinds:
+            if kind not in self._watched:
+                self._watched.add(kind)
+                self._stack.enter_context(replaced_forwards([(kind, self._recording(kind))]))
+
+    def _recording(self, kind: type) -> Callable[[FunctionForward, int], FunctionForward]:
+        def made(forward: FunctionForward, first: int) -> FunctionForward:
+            def recorded(*arguments: Any) -> Any:
+                if kind not in self._calls and not torch.compiler.is_compiling():
+                    with contextlib.suppress(Exception):  # nothing is raised into the program
+                        self._record(kind, arguments[first:])
+                return forward(*arguments)
+
+            return recorded
+
+        return made
+
+    def _record(self, kind: type, arguments: Sequence[Any]) -> None:
+        of_tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return
+        # a large call is not judged: no copy is made of it
+        small = sum(value.numel() for value in of_tensors) <= LARGEST
+        given = [_copy(value) if small else value for value in arguments]
+        self._calls[kind] = Call(kind, given, RandomState.now())
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether some can be judged."""
+        return bool(self._calls)
+
+    def judged(self) -> list[FunctionReport]:
+        """Judge what was recorded, and let the classes go."""
+        calls = self._calls
+        self.close()
+        return [judge_function(call) for call in calls.values()]
+
+    def close(self) -> set[type]:
+        """Let all classes go, and return those that were watched in vain."""
+        self._stack.close()
+        unseen, self._watched, self._calls = self._watched - self._calls.keys(), set(), {}
+        return unseen
+
+
+NOT_SEEN = "its backward was not checked, since no further call of it was seen"
+
+
 @contextlib.contextmanager
 def _each_new_function(tell: Callable[[type], None]) -> Iterator[None]:
     """Tell of each class of a custom function that is made while this is open."""
@@ -200,6 +260,10 @@ def judge_function(call: Call) -> FunctionReport:
     name, reason = call.kind.__name__, ""
     if not call.by_itself:
         return FunctionReport(name, note=f"its backward was not checked: {GIVEN}")
+    if any(map(callable, call.arguments)):
+        # its backward may compute that again, with the program's own parameters
+        note = "its backward was not checked: it takes a module or another function"
+        return FunctionReport(name, note=note)
     if (size := sum(v.numel() for v in call.arguments if isinstance(v, torch.Tensor))) > LARGEST:
         return FunctionReport(
             name, note=f"its backward was not checked: its arguments have {size} elements"

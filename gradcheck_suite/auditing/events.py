@@ -113,6 +113,8 @@ class StepRecord:
         passed_by: where no GradScaler takes this step, the scales of those that there are.
         unwritten: keys of parameters whose `.grad` is the tensor that was last looked at, with
             nothing written to it.
+        before_clipping: key of a parameter -> a sample of its `.grad` when torch's clipping began,
+            for the first time since the last pass; empty where it did not.
         has_unseen: whether gradients arrived since the last step from a pass that was not entered
             from Python.
     """
@@ -134,11 +136,12 @@ class StepRecord:
     moved: dict[int, Raw] = field(default_factory=dict)
     passed_by: list[float] = field(default_factory=list)
     unwritten: Sequence[int] = ()
+    before_clipping: dict[int, Raw] = field(default_factory=dict)
     has_unseen: bool = False
 
     def columns(self) -> tuple[Column, ...]:
         """Return what may lie on a device."""
-        return self.gradients, self.values, self.moved
+        return self.gradients, self.values, self.moved, self.before_clipping
 
 
 @dataclass(frozen=True)

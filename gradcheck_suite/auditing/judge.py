@@ -23,6 +23,7 @@ from gradcheck_suite.auditing.events import BY_HAND, Event, Gap, PassRecord, Ste
 from gradcheck_suite.auditing.places import Loop, Place, lines_with
 from gradcheck_suite.auditing.replay import Replay, Seen, Source, StepWindow, near
 from gradcheck_suite.auditing.sums import (
+    MOST_LEFT,
     OF_SUMS,
     Members,
     StepFault,
@@ -43,6 +44,7 @@ from gradcheck_suite.auditing.weighing import (
     read_joined,
     violation_of,
 )
+from gradcheck_suite.core.faults import over_ranks
 from gradcheck_suite.core.findings import Found, finding
 from gradcheck_suite.core.results import Unknown, Violation
 from gradcheck_suite.core.text import MOST_NAMES, counted, listed
@@ -67,8 +69,9 @@ MASTERS = (
 UNSEEN = (
     "unseen-pass",
     (
-        "`.grad` has a gradient that no backward pass started from Python has brought: it came from"
-        " C++ (TorchScript, an extension), or stood there when the audit began"
+        "`.grad` has a gradient that no backward pass started from Python has brought: the program"
+        " has put it there (from another copy of the model, from a checkpoint), it came from C++"
+        " (TorchScript, an extension), or stood there when the audit began"
     ),
     "call `backward` from Python, and open the audit before the first pass",
 )
@@ -104,6 +107,16 @@ UNTOLD = (
     "audit the script with fewer micro-batches in a window, or in float32",
 )
 """Why a sum made by hand could not be judged: the name of the reason, what was seen, and what to do."""
+
+UNLIKE = (
+    "unlike-gradient",
+    (
+        "`.grad` is put together by hand, or was reset and edited: no sum of what the backward"
+        " passes of the window have brought explains most of it"
+    ),
+    "let the optimizer step on what backward has left in `.grad`, where it should",
+)
+"""The same, and what to do, where something else stands there, or noise hides it."""
 
 
 def _unite(united: United, violations: Iterable[Violation]) -> None:
@@ -205,6 +218,7 @@ class Judge:
         self._known: set[int] | None = None
         self._by_hand: set[str] = set()
         self._composed: set[int] = set()
+        self._unlike: set[int] = set()
         self._reached: defaultdict[int, set[int]] = defaultdict(set)
         self._moving: defaultdict[str, list[int]] = defaultdict(list)
         self._clipped: set[str] = set()
@@ -227,6 +241,7 @@ class Judge:
         self._of_first: set[tuple[int, Place]] = set()
         self._tasks: dict[tuple[int, str], Counter[frozenset[int]]] = {}
         self._united: United = {}
+        self._owners: dict[tuple[str, str | None], int] = {}
         self._violated: set[int] = set()
         self._read_before = bytearray()
         self._of_step: list[Violation] = []
@@ -284,10 +299,39 @@ class Judge:
                 (e for step, e in self._sizes.items() if any(step in steps for steps in of_steps)),
                 None,
             )
-            united.append(
-                replace(_first(ones), occurrences=_number(of_steps), gradient_error=error)
-            )
+            first = _first(ones)
+            if self._ranks > 1:
+                said = over_ranks(first.explanation, first.diagnosis)
+                first = replace(first, explanation=said)
+            united.append(replace(first, occurrences=_number(of_steps), gradient_error=error))
         return sorted(united, key=_order)
+
+    def settled(self, *, is_last: bool = False) -> list[Violation]:
+        """Return the violations that no later window takes back or gives another name.
+
+        Args:
+            is_last: whether there is no later window to wait for.
+        """
+        return [one for one in self.violations() if not self._may_change(one, is_last=is_last)]
+
+    def _may_change(self, violation: Violation, *, is_last: bool) -> bool:
+        """Return whether a fault that one window has shown waits for the next one."""
+        key, step = (violation.diagnosis, violation.where), violation.step
+        if step is None:
+            return False
+        if key in self._united:
+            last = self._last.get(self._owners.get(key, -1))
+            # another window tells whether the program puts gradients together by hand
+            return violation.diagnosis in LOST and (last is None or last.number <= step)
+        if is_last:
+            return False
+        # what a loss weighs is judged over the windows of its optimizer: a coefficient, a schedule
+        # and a count of other windows show in the next one
+        return not any(
+            key in weighed.united
+            and any(one.window.number > step for one in self._pending[optimizer])
+            for optimizer, weighed in self._weighed.items()
+        )
 
     def _repeated(self) -> Mapping[tuple[str, str | None], Sequence[Repeated]]:
         several: defaultdict[tuple[str, str | None], list[Repeated]] = defaultdict(list)
@@ -295,7 +339,7 @@ class Judge:
             for (diagnosis, where), one in found.items():
                 # one window of a gradient that is put together by hand may look reset before
                 # another one tells
-                if not (diagnosis in LOST and where in self._by_hand):
+                if not (diagnosis in LOST and (one[0].loss or where) in self._by_hand):
                     several[diagnosis, where].append(one)
         return several
 
@@ -403,7 +447,9 @@ class Judge:
         if fault.keys:
             names = self._names([key for key in window.keys if key in fault.keys])
             fault = replace(fault, sentence=f"in {names}: {fault.sentence}")
-        self.add(violation_of(fault, window, where or window.where, name))
+        violation = violation_of(fault, window, where or window.where, name)
+        self._owners[violation.diagnosis, violation.where] = window.optimizer
+        self.add(violation)
 
     def _on_step(self, steps: Sequence[StepRecord]) -> None:
         window = self.window = self._replay.on_step(steps)
@@ -655,8 +701,11 @@ class Judge:
             else:
                 self._violate(fault, window)
             return None
-        if sums.untold:
-            self._skip(window, *UNTOLD)
+        if sums.unlike:
+            self._forget_alike(window.optimizer)
+        hidden = sums.by_hand and window.fit is not None and window.fit.left > MOST_LEFT
+        if sums.untold or (hidden and window.optimizer in self._unlike):
+            self._skip(window, *(UNTOLD if sums.untold and not sums.unlike else UNLIKE))
             return None
         if sums.by_hand or (
             window.edit == "free" and any(seen.by_hand for seen in window.passes.values())
@@ -670,6 +719,18 @@ class Judge:
             )
             self._notes[finding("edited-gradient", said, window.step.place)] += 1
         return coefficients
+
+    def _forget_alike(self, optimizer: int) -> None:
+        """Take back what was read of windows whose gradient looks put together from passes, where
+        that of another window is not: it looked so by chance.
+        """
+        self._unlike.add(optimizer)
+        for one in [*self._pending[optimizer]]:
+            fit = one.window.fit
+            if fit is not None and not fit.is_exact and fit.left > MOST_LEFT:
+                self._pending[optimizer].remove(one)
+                self._skip(one.window, *UNLIKE)
+        self._weighed.pop(optimizer, None)
 
     def _judge_emptied(self, optimizer: int, *, seen_all: bool = True) -> None:
         """Judge a window whose gradients were all reset, where its passes reached other optimizers'
@@ -749,6 +810,8 @@ class Judge:
             window.left if self._judges_sums and window.factor is not None else 1.0,
         )
         factors = [1.0] if abs(left - 1) < 1e-3 else [left, 1.0]
+        if self._judges_sums and window.divided is not None:
+            factors = [window.divided]  # what is clipping is known, and is no part of the weights
         tasks = self._tasks_of(window)
         read_joined(window.passes, used)
         scaled = [{source: c * f / scale for source, c in used.items()} for f in factors]

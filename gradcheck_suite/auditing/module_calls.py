@@ -12,8 +12,10 @@ import contextlib
 import functools
 import io
 import warnings
+import weakref
+import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,9 +30,23 @@ from torch.utils.hooks import unserializable_hook
 
 from gradcheck_suite.auditing.modes import Apart, AsBefore, is_of_rows
 from gradcheck_suite.auditing.places import here
-from gradcheck_suite.auditing.program_state import RandomState, unchanged
-from gradcheck_suite.auditing.samples import OWN, Raw, has_values, sample
-from gradcheck_suite.auditing.terms import elements, factors_below, is_leaf, live
+from gradcheck_suite.auditing.program_state import (
+    NotRecomputed,
+    ProgramState,
+    RandomState,
+    unchanged,
+)
+from gradcheck_suite.auditing.samples import (
+    OWN,
+    Fingerprint,
+    Raw,
+    Together,
+    fingerprint,
+    has_values,
+    is_same,
+    sample,
+)
+from gradcheck_suite.auditing.terms import elements, factors_below, is_leaf, live, mark_call
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF
 from gradcheck_suite.run.functions import ancestors, kinds_of
 
@@ -38,6 +54,69 @@ LAZY = "a lazy module of the model has made its parameters in a call of it"
 LENT = "the model is called with other tensors than its parameters at {}"
 OF_PYTHON = "the model returns a {}, which computes in Python"
 """Why a call cannot be computed again."""
+INPUTS, PARAMETERS, STATE = "inputs", "parameters", "state"
+"""What may be kept of a call as it was, where a call before it did not give the same again."""
+
+Copies = dict[int, torch.Tensor]
+"""The id of a tensor -> a copy of its values."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a call was computed from, as it was then.
+
+    Attributes:
+        parameters: copies of the parameters.
+        buffers: copies of the buffers.
+        state: what else of the program's state the call may read; None where it is not kept.
+        refusal: why that cannot be kept; empty where it can.
+    """
+
+    parameters: Copies = field(default_factory=dict)
+    buffers: Copies = field(default_factory=dict)
+    state: ProgramState | None = None
+    refusal: str = ""
+
+    @staticmethod
+    def of(module: torch.nn.Module, what: set[str], parameters: Copies | None) -> Kept:
+        """Keep what is asked for.
+
+        Args:
+            module: that is called.
+            what: is to be kept.
+            parameters: the copies of an earlier call at the same parameters, if any.
+        """
+        if PARAMETERS not in what:
+            parameters = {}
+        elif parameters is None:
+            parameters = _copies(module.parameters())
+        if STATE not in what:
+            return Kept(parameters)
+        try:
+            return Kept(parameters, _copies(module.buffers()), ProgramState(module))
+        except NotRecomputed as reason:
+            return Kept(parameters, refusal=str(reason))
+
+
+def _copies(tensors: Iterable[torch.Tensor]) -> Copies:
+    return {id(one): one.detach().clone() for one in tensors}
+
+
+@dataclass(frozen=True)
+class AtBackward:
+    """What a call had been computed from, as it was when the first gradient came back to it.
+
+    Attributes:
+        inputs: a fingerprint of each tensor of the arguments.
+        point: a fingerprint of the parameters.
+        arguments: copies of the arguments, where these are other ones than at the call and are kept.
+        parameters: the same of the parameters.
+    """
+
+    inputs: list[Fingerprint]
+    point: Point
+    arguments: list[Any] = field(default_factory=list)
+    parameters: Copies = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -47,41 +126,49 @@ class ModuleCall:
     Attributes:
         module: that was called.
         arguments: flat positional and keyword arguments; tensors are detached and share their
-            storage.
+            storage, or are copies where inputs are kept.
         structure: how `arguments` are put together.
-        versions: `_version` of each tensor of `arguments` when the module was called, -1 for other
+        given: the arguments themselves, their tensors detached.
+        versions: `_version` of each tensor of `given` when the module was called, -1 for other
             values.
+        inputs: a fingerprint of each tensor of `given` when the call had returned.
         needs_gradient: whether each of `arguments` required a gradient.
         random: states of the random number generators.
         modes: `training` of each submodule.
         trained: whether each parameter required a gradient.
         autocast: device type, dtype, and whether autocast was on.
-        point: fingerprint of the module's parameters.
+        point: fingerprint of the module's parameters when the call had returned.
+        kept: what was kept of its state before.
         on: modes of the program that were on, the innermost first.
         refusal: why it cannot be computed again, where that is known when it has returned; else
             empty.
         outputs: a sample of each output tensor through which a gradient may come.
         scalars: which outputs have no dimension.
+        at_backward: how things were at each of its backward passes.
     """
 
     module: torch.nn.Module
     arguments: list[Any]
     structure: Any
+    given: list[Any]
     versions: list[int]
+    inputs: list[Fingerprint]
     needs_gradient: list[bool]
     random: RandomState
     modes: tuple[bool, ...]
     trained: tuple[bool, ...]
     autocast: tuple[str, torch.dtype, bool]
-    point: tuple[Any, ...]
+    point: Point
+    kept: Kept = field(default_factory=Kept)
     on: list[Any] = field(default_factory=list)
     refusal: str = ""
     outputs: list[Raw] = field(default_factory=list)
     scalars: list[bool] = field(default_factory=list)
+    at_backward: list[AtBackward] = field(default_factory=list)
 
     @property
     def changed(self) -> bool:
-        """Whether an argument was changed in place since the call."""
+        """Whether torch knows that an argument was changed in place since the call."""
         return any(
             value._version != version
             for value, version in zip(self.arguments, self.versions, strict=True)
@@ -93,17 +180,62 @@ class ModuleCall:
         """The modes of the program that were on, and are off when it is computed again."""
         return [mode for mode in self.on if not isinstance(mode, DeviceContext)]
 
+    @property
+    def is_refilled(self) -> bool:
+        """Whether an argument has other values now than at the call, in which it is not kept."""
+        return self.arguments_are_given and not _are_same(self.inputs, _fingerprints(self.given))
 
-def point_of(module: torch.nn.Module) -> tuple[Any, ...]:
-    """Return what changes when something writes to a module's parameters: versions, addresses and a
-    few values.
+    @property
+    def arguments_are_given(self) -> bool:
+        """Whether `arguments` share the memory of what the program has given."""
+        return all(a is b for a, b in zip(self.arguments, self.given, strict=True))
+
+    @property
+    def was_refilled(self) -> bool:
+        """Whether an argument had other values when its gradient came back than at the call."""
+        return any(not _are_same(self.inputs, then.inputs) for then in self.at_backward)
+
+    @property
+    def was_moved(self) -> bool:
+        """Whether a parameter had other values when its gradient came back than at the call."""
+        return any(self.point != then.point for then in self.at_backward)
+
+    def note_backward(self) -> None:
+        """Note how things are when a pass begins to compute the call's gradient."""
+        inputs, point = _fingerprints(self.given), point_of(self.module)
+        arguments, parameters = list[Any](), Copies()
+        if not self.arguments_are_given and not _are_same(self.inputs, inputs):
+            arguments = [_copy_of(value) for value in self.given]
+        if self.kept.parameters and point != self.point:
+            parameters = _copies(self.module.parameters())
+        self.at_backward.append(AtBackward(inputs, point, arguments, parameters))
+
+
+def _copy_of(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _fingerprints(values: Iterable[Any]) -> list[Fingerprint]:
+    return [fingerprint(value) for value in values if isinstance(value, torch.Tensor)]
+
+
+def _are_same(then: Sequence[Fingerprint], now: Sequence[Fingerprint]) -> bool:
+    return all(map(is_same, then, now))
+
+
+Point = tuple[Any, ...]
+"""A fingerprint of parameters: their versions and, where they lie in memory, a checksum of some of
+their elements."""
+
+
+def point_of(module: torch.nn.Module) -> Point:
+    """Return what changes when something writes to a module's parameters, also through `.data`,
+    which no version tells of.
     """
     # a sparse or nested parameter has no address of its own
     parameters = list(module.parameters())
-    plain = [p for p in parameters if p.layout == torch.strided and not p.is_nested]
-    sample = [p.detach() for p in plain[:8] if p.device.type == "cpu" and p.numel()]
-    values = tuple(p.as_strided((), ()).item() for p in sample)
-    return sum(p._version for p in parameters), sum(p.data_ptr() for p in plain), values
+    versions = tuple(0 if p.is_inference() else p._version for p in parameters)
+    return versions, tuple(Together().marks(parameters))
 
 
 def _autocast(module: torch.nn.Module) -> tuple[str, torch.dtype, bool]:
@@ -123,7 +255,11 @@ class ModuleCalls:
         failed: called with an error of the suite's own.
 
     Attributes:
-        copies: whether inputs are copied, since the program changes them in place.
+        keeps: what is kept of a call as it was, since a call did not give the same again without:
+            `INPUTS`, `PARAMETERS`, `STATE`.
+        redrawn: the class of a module that was called once more inside of a backward of this
+            window, for a gradient of its own, and drew other random numbers than before; else
+            empty.
     """
 
     def __init__(
@@ -133,7 +269,14 @@ class ModuleCalls:
         ran: Callable[[int, bool, torch.Tensor], None],
         failed: Callable[[Exception], None],
     ) -> None:
-        self.copies = False
+        self.keeps: set[str] = set()
+        self.redrawn = ""
+        self._entered = dict[int, int]()
+        self._drawn: defaultdict[int, set[int]] = defaultdict(set)
+        self._at_begin = 0
+        self._is_full = False
+        self._kept_at: tuple[int, Point] | None = None
+        self._last_kept: weakref.ref[Kept] | None = None
         self._wanted, self._receive, self._ran, self._failed = wanted, receive, ran, failed
         self._surrounding: torch.nn.Module | None = None
         self._begun: tuple[tuple[Any, ...], Callable[..., ModuleCall]] | None = None
@@ -165,9 +308,14 @@ class ModuleCalls:
         self._surrounding = self._begun = None
 
     def _before(self, module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
-        if torch.compiler.is_compiling() or self._surrounding not in (None, module):
+        if torch.compiler.is_compiling():
             return
-        if (in_full := self._wanted()) is None:
+        in_full = self._wanted() if self._surrounding is None else self._is_full
+        self._is_full = in_full is True
+        if self._is_full:
+            with contextlib.suppress(Exception):  # nothing is raised into the program
+                self._entered[id(module)] = _random_mark()
+        if in_full is None or self._surrounding not in (None, module):
             return
         # their inner module is recorded instead: to call them again would start a collective
         if (
@@ -201,16 +349,32 @@ class ModuleCalls:
             modes=tuple(part.training for part in module.modules()),
             trained=tuple(p.requires_grad for p in parameters),
             autocast=_autocast(module),
-            point=point_of(module),
+            kept=self._kept_of(module),
             on=modes,
             refusal=LAZY if any(map(is_lazy, parameters)) else "",
         )
         self._begun = arguments, made
 
+    def _kept_of(self, module: torch.nn.Module) -> Kept:
+        """Keep of a call what is asked for; calls at the same parameters share the copies of these."""
+        if not self.keeps:
+            return Kept()
+        at, last = (id(module), point_of(module)), self._last_kept and self._last_kept()
+        kept = Kept.of(
+            module, self.keeps, last.parameters if last and at == self._kept_at else None
+        )
+        self._kept_at, self._last_kept = at, weakref.ref(kept)
+        return kept
+
     def _after(
         self, module: torch.nn.Module, _: Any, keywords: dict[str, Any], output: Any
     ) -> None:
-        if torch.compiler.is_compiling() or module is not self._surrounding:
+        if torch.compiler.is_compiling():
+            return
+        if (before := self._entered.pop(id(module), None)) is not None:
+            with contextlib.suppress(Exception):
+                self._note_draws(module, before, output)
+        if module is not self._surrounding:
             return
         begun = self._begun
         self._surrounding = self._begun = None
@@ -224,6 +388,35 @@ class ModuleCalls:
                         tensor.register_hook(self._hook(self._ran, id(module), module.training))
         except Exception as error:
             self._failed(error)
+
+    def _note_draws(self, module: torch.nn.Module, before: int, output: Any) -> None:
+        """Note with which random numbers a module was called.
+
+        What a backward calls once more for a gradient, as a checkpoint of any form does, must draw
+        what it drew in the forward. A backward that draws without a gradient does so on purpose.
+        """
+        drew = _random_mark() not in (0, before)
+        if not before:
+            return
+        if torch._C._current_graph_task_id() == -1:
+            self._drawn[id(module)].add(before)
+            return
+        known = self._drawn.get(id(module), {before})
+        # what comes before it in the backward has drawn where the state is not that of its begin
+        drew |= before != self._at_begin
+        if drew and before not in known and torch.is_grad_enabled() and differentiable(output):
+            self.redrawn = self.redrawn or type(module).__name__
+
+    def pass_begins(self) -> None:
+        """Note from which random numbers a backward pass may draw."""
+        if torch._C._current_graph_task_id() == -1:
+            with contextlib.suppress(Exception):
+                self._at_begin = _random_mark()
+
+    def forget_draws(self) -> None:
+        """Forget the random numbers of a window that is over."""
+        self._drawn.clear()
+        self.redrawn = ""
 
     def _hook(self, told: Callable[..., None], *about: Any) -> Callable[[torch.Tensor], None]:
         """Return a hook that tells of the gradient of an output, and raises nothing into the
@@ -247,10 +440,14 @@ class ModuleCalls:
         self, module: torch.nn.Module, made: Callable[..., ModuleCall], given: Any, output: Any
     ) -> None:
         values, structure = pytree.tree_flatten(given)
-        kept = [_kept(v, copy=self.copies) for v in values]
+        own = [_kept(v, copy=False) for v in values]
+        kept = [_kept(v, copy=True) for v in own] if INPUTS in self.keeps else own
         forward = made(
             arguments=kept,
             structure=structure,
+            given=own,
+            inputs=_fingerprints(own),
+            point=point_of(module),
             versions=[value._version if isinstance(value, torch.Tensor) else -1 for value in kept],
             needs_gradient=[
                 isinstance(value, torch.Tensor) and value.requires_grad for value in values
@@ -259,6 +456,7 @@ class ModuleCalls:
         if any(not p.is_leaf for p in module.parameters()):
             forward.refusal = LENT.format(here().line)
         seen = set[int]()
+        mark_call(differentiable(output), values)
         for tensor in filter(_computes_in_python, leaves_of(output)):
             forward.refusal = OF_PYTHON.format(type(tensor).__name__)
             tensor.register_hook(self._hook(self._receive, forward, -1))
@@ -341,6 +539,11 @@ class How:
             from other outputs included.
         own: whether the outputs receive zeros: what arrives is the own gradient of custom
             functions.
+        forward_only: whether no gradient is computed.
+        marked: whether what each module returns is noted.
+        own_parameters: whether the parameters are the program's own, and no copies.
+        as_it_was_at_backward: whether what the program has written to parameters and arguments
+            between a call and its backward is written here, too.
     """
 
     hooks: bool = False
@@ -348,6 +551,10 @@ class How:
     seed: int | None = None
     received: bool = False
     own: bool = False
+    forward_only: bool = False
+    marked: bool = False
+    own_parameters: bool = False
+    as_it_was_at_backward: bool = False
 
 
 @dataclass
@@ -365,6 +572,8 @@ class Replayed:
         inside: index of an output -> what it received from the other outputs, where that was asked
             for.
         injected: losses of one element into which custom functions put a gradient of their own.
+        marks: the modules that were called in the forward, in order, with fingerprints of what each
+            has returned, where that was asked for.
     """
 
     gradients: Gradients = field(default_factory=dict)
@@ -374,6 +583,7 @@ class Replayed:
     redrawn: bool = False
     inside: dict[int, torch.Tensor] = field(default_factory=dict)
     injected: list[Injected] = field(default_factory=list)
+    marks: list[tuple[str, list[Fingerprint]]] = field(default_factory=list)
 
 
 @dataclass
@@ -440,9 +650,21 @@ def _emptied(hooks: Sequence[Any]) -> Iterator[None]:
         yield
 
 
-def _nudged(value: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    """Return a tensor whose elements are changed by one unit roundoff up or down."""
-    unit = UNIT_ROUNDOFF.get(str(value.dtype.to_real()).removeprefix("torch."))
+def _nudged(
+    value: torch.Tensor, generator: torch.Generator | None, lowered: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return a tensor whose elements are changed by one unit roundoff up or down.
+
+    Args:
+        value: the tensor.
+        generator: of the signs; None for no change.
+        lowered: the dtype to which autocast rounds it; None for none.
+    """
+    units = [
+        UNIT_ROUNDOFF.get(str(each).removeprefix("torch."))
+        for each in (value.dtype.to_real(), lowered)
+    ]
+    unit = max((one for one in units if one is not None), default=None) if units[0] else None
     # a nested tensor has no shape, and one of compressed rows no product with signs
     if generator is None or unit is None or value.is_nested or value.layout != torch.strided:
         return value
@@ -471,12 +693,45 @@ def _replaced(module: torch.nn.Module, tensors: Mapping[int, torch.Tensor]) -> I
         yield
 
 
+def _is_like(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+    ways = [(t.dtype, t.device, t.shape) for t in (parameter, gradient) if not t.is_nested]
+    return len(ways) == 2 and ways[0] == ways[1]
+
+
+@contextlib.contextmanager
+def without_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Take the program's gradients away for a while: what is called may add to a `.grad`."""
+    own = [(p, p.grad) for p in parameters if p.is_leaf]
+    # torch takes back only what is like its parameter
+    kept = [(p, g) for p, g in own if g is not None and _is_like(p, g)]
+    for p, _ in kept:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, gradient in kept:
+            p.grad = gradient
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Drop what the user's code prints and warns of."""
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+def _random_mark() -> int:
+    """Return a checksum of the generators from which modules draw; 0 inside of a transformation."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return 0
+    observed = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
+    with Apart() if observed else contextlib.nullcontext():
+        mark = zlib.crc32(bytes(torch.get_rng_state().numpy()))
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            for state in torch.cuda.get_rng_state_all():
+                mark = zlib.crc32(bytes(state.numpy()), mark)
+    return mark
 
 
 def _generators() -> bytes:
@@ -518,73 +773,177 @@ def replay(
     module = forward.module
     if any(given.dtype == torch.float16 for given in cotangents.values()):
         how = replace(how, scale=1.0)  # a larger number may overflow
-    generator = None if how.seed is None else torch.Generator().manual_seed(how.seed)
-    parameters = list(zip(module.parameters(), forward.trained, strict=True))
-    real = [p for p, trained in parameters if trained]
-    leaves = [_of_class(p, _nudged(p.detach().clone(), generator)).requires_grad_() for p in real]
-    # what has been unfrozen since the call was a constant in it
-    constants = [
-        *module.buffers(),
-        *(p for p, trained in parameters if p.requires_grad and not trained),
-    ]
-    replacing = {id(t): t.detach().clone() for t in constants}
-    replacing.update((id(p), leaf) for p, leaf in zip(real, leaves, strict=True))
-    values = [
-        _of_class(v, _nudged(v, generator).detach()).requires_grad_(need)
-        if isinstance(v, torch.Tensor)
-        else v
-        for v, need in zip(arguments, forward.needs_gradient, strict=True)
-    ]
-    positional, keywords = pytree.tree_unflatten(values, forward.structure)
     device, dtype, enabled = forward.autocast
-    result, seen, states = Replayed(), list[Any](), defaultdict[bool, set[bytes]](set)
+    watched = _Watched(module, marked=how.marked)
+    hooks = contextlib.nullcontext() if how.hooks else _without_hooks(module)
+    kinds = {type(v) for v in arguments if isinstance(v, torch.Tensor)}
+    with (
+        _without_watchers(),
+        watched,
+        unchanged(module, kinds),
+        quiet(),
+        torch.enable_grad(),
+        contextlib.ExitStack() as stack,
+    ):
+        if forward.kept.state is not None:
+            forward.kept.state.undo.run()
+        stack.enter_context(hooks)
+        made = _Replacements.of(forward, arguments, how)
+        stack.enter_context(_replaced(module, made.tensors))
+        stack.enter_context(_eagerly())
+        stack.enter_context(AsBefore(forward.on))
+        positional, keywords = pytree.tree_unflatten(made.arguments, forward.structure)
+        forward.random.set()
+        watched.states[True].add(_generators())
+        for each, training in zip(module.modules(), forward.modes, strict=True):
+            each.training = training
+        with torch.autocast(device, dtype=dtype, enabled=enabled):
+            module(*positional, **keywords)
+        result = Replayed(random=len(watched.states[True]) > 1, marks=watched.marks)
+        outputs = differentiable(watched.seen[-1])
+        result.outputs = [output.detach() for output in outputs]
+        if how.forward_only:
+            return result
+        if how.as_it_was_at_backward:
+            made.write(forward.at_backward)
+        _differentiate(result, outputs, cotangents, made, how)
+        result.redrawn = not watched.states[False] <= watched.states[True]
+    return result
 
-    def see(part: torch.nn.Module, _: Any, output: Any) -> None:
-        states[torch._C._current_graph_task_id() == -1].add(_generators())
-        if part is module:
-            seen.append(output)
+
+class _Watched:
+    """Watches the calls of modules while it is open.
+
+    Attributes:
+        seen: what the outermost module has returned.
+        states: of the random number generators after each call: in the forward (True), and inside
+            of the backward.
+        marks: the class of each module that was called in the forward, in order, with a fingerprint
+            of what it has returned.
+    """
+
+    def __init__(self, module: torch.nn.Module, *, marked: bool) -> None:
+        self.seen = list[Any]()
+        self.states = defaultdict[bool, set[bytes]](set)
+        self.marks = list[tuple[str, list[Fingerprint]]]()
+        self._module, self._marked = module, marked
+        self._handle: Any = None
+        self._names = {id(part): name for name, part in module.named_modules() if name}
+
+    def _see(self, part: torch.nn.Module, _: Any, output: Any) -> None:
+        in_forward = torch._C._current_graph_task_id() == -1
+        self.states[in_forward].add(_generators())
+        if in_forward and self._marked:
+            kind, name = type(part).__name__, self._names.get(id(part))
+            self.marks.append(
+                (f"{name} ({kind})" if name else kind, _fingerprints(leaves_of(output)))
+            )
+        if part is self._module:
+            self.seen.append(output)
+
+    def __enter__(self) -> None:
+        self._handle = register_module_forward_hook(self._see)
+
+    def __exit__(self, *_: Any) -> None:
+        self._handle.remove()
+
+
+@dataclass
+class _Replacements:
+    """What stands in place of the program's own tensors.
+
+    Attributes:
+        real: the trained parameters.
+        leaves: what stands in place of each.
+        tensors: the id of a parameter or of a buffer -> what stands in its place.
+        arguments: of the call, flat.
+    """
+
+    real: Sequence[torch.Tensor]
+    leaves: list[torch.Tensor]
+    tensors: dict[int, torch.Tensor]
+    arguments: list[Any]
+
+    @staticmethod
+    def of(forward: ModuleCall, arguments: list[Any], how: How) -> _Replacements:
+        """Make them, from what was kept of the call where that was."""
+        module, kept = forward.module, {**forward.kept.parameters, **forward.kept.buffers}
+        generator = None if how.seed is None else torch.Generator().manual_seed(how.seed)
+        unit = forward.autocast[1] if forward.autocast[2] else None
+        parameters = list(zip(module.parameters(), forward.trained, strict=True))
+        real = [p for p, trained in parameters if trained]
+        leaves = [
+            _of_class(
+                p, _nudged(kept.get(id(p), p).detach().clone(), generator, unit)
+            ).requires_grad_()
+            for p in real
+        ]
+        # what has been unfrozen since the call was a constant in it
+        constants = [
+            *module.buffers(),
+            *(p for p, trained in parameters if not trained and (p.requires_grad or id(p) in kept)),
+        ]
+        tensors = {id(t): kept.get(id(t), t).detach().clone() for t in constants}
+        if not how.own_parameters:
+            tensors.update((id(p), leaf) for p, leaf in zip(real, leaves, strict=True))
+        values = [
+            _of_class(
+                v,
+                _nudged(
+                    v.detach().clone() if how.as_it_was_at_backward else v, generator, unit
+                ).detach(),
+            ).requires_grad_(need)
+            if isinstance(v, torch.Tensor)
+            else v
+            for v, need in zip(arguments, forward.needs_gradient, strict=True)
+        ]
+        return _Replacements(real, leaves, tensors, values)
+
+    def write(self, at_backward: Sequence[AtBackward]) -> None:
+        """Write what the program had written between the call and its backward."""
+        for then in at_backward[-1:]:
+            for p, leaf in zip(self.real, self.leaves, strict=True):
+                if id(p) in then.parameters:
+                    leaf.data.copy_(then.parameters[id(p)])
+            for value, other in zip(self.arguments, then.arguments, strict=False):
+                if isinstance(value, torch.Tensor):
+                    value.data.copy_(other)
+
+
+def _with_own(gradient: torch.Tensor | None, leaf: torch.Tensor) -> torch.Tensor | None:
+    """Return a gradient with what has been added to the `.grad` of its leaf."""
+    if gradient is None or leaf.grad is None:
+        return leaf.grad if gradient is None else gradient
+    return gradient + leaf.grad
+
+
+def _differentiate(
+    result: Replayed,
+    outputs: Sequence[torch.Tensor],
+    cotangents: Mapping[int, torch.Tensor],
+    made: _Replacements,
+    how: How,
+) -> None:
+    """Compute the gradients of a call's parameters from those of its outputs."""
 
     def receive(index: int, given: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
         result.inside[index] = arrived
         return given
 
-    hooks = contextlib.nullcontext() if how.hooks else _without_hooks(module)
-    with (
-        _without_watchers(),
-        register_module_forward_hook(see),
-        unchanged(module, {type(v) for v in arguments if isinstance(v, torch.Tensor)}),
-        hooks,
-        quiet(),
-        torch.enable_grad(),
-        _replaced(module, replacing),
-        _eagerly(),
-        AsBefore(forward.on),
-    ):
-        forward.random.set()
-        states[True].add(_generators())
-        for each, training in zip(module.modules(), forward.modes, strict=True):
-            each.training = training
-        with torch.autocast(device, dtype=dtype, enabled=enabled):
-            module(*positional, **keywords)
-        result.random = len(states[True]) > 1
-        outputs = differentiable(seen[-1])
-        scaled = [g * how.scale for g in cotangents.values()]
-        found = [outputs[index] for index in cotangents]
-        if how.own:
-            result.injected = list(_injected(outputs))
-            scaled = [torch.zeros_like(given) for given in scaled]
-        if how.received:
-            for index, given in zip(cotangents, scaled, strict=True):
-                outputs[index].register_hook(functools.partial(receive, index, given))
-            scaled = [torch.zeros_like(given) for given in scaled]
-        gradients = torch.autograd.grad(found, leaves, scaled, allow_unused=True)
-        result.redrawn = not states[False] <= states[True]
-        both = zip(real, gradients, strict=True)
-        # a product, since rows that are compressed cannot be divided; the scale is a power of two
-        result.gradients = {id(p): g * (1 / how.scale) for p, g in both if g is not None}
-        result.outputs = [output.detach() for output in outputs]
-        # other than torch's own
-        result.functions = frozenset(
-            kind for kind in kinds_of(outputs) if not kind.__module__.startswith("torch.")
-        )
-    return result
+    scaled = [g * how.scale for g in cotangents.values()]
+    found = [outputs[index] for index in cotangents]
+    if how.own:
+        result.injected = list(_injected(outputs))
+        scaled = [torch.zeros_like(given) for given in scaled]
+    if how.received:
+        for index, given in zip(cotangents, scaled, strict=True):
+            outputs[index].register_hook(functools.partial(receive, index, given))
+        scaled = [torch.zeros_like(given) for given in scaled]
+    gradients = torch.autograd.grad(found, made.leaves, scaled, allow_unused=True)
+    # a product, since rows that are compressed cannot be divided; the scale is a power of two
+    both = zip(made.real, gradients, strict=True)
+    result.gradients = {id(p): g * (1 / how.scale) for p, g in both if g is not None}
+    # other than torch's own
+    result.functions = frozenset(
+        kind for kind in kinds_of(outputs) if not kind.__module__.startswith("torch.")
+    )

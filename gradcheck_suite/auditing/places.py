@@ -228,6 +228,31 @@ def is_tried(place: Place) -> bool:
     return False
 
 
+_LEAVES = ast.Break | ast.Return | ast.Raise
+
+
+def is_given_up(line: str) -> bool:
+    """Return whether the statement at `file:line` is followed, under the same condition, by one
+    that leaves the loop.
+    """
+    file, _, number = line.rpartition(":")
+    suites = (suite for node in ast.walk(_tree(file)) for suite in _conditional(node))
+    return any(_is_left_after(int(number), suite) for suite in suites)
+
+
+def _is_left_after(number: int, suite: list[ast.stmt]) -> bool:
+    """Return whether a line is one of some statements, and a later one of these leaves the loop."""
+    is_here = any(one.lineno <= number <= (one.end_lineno or number) for one in suite)
+    return is_here and any(one.lineno > number and isinstance(one, _LEAVES) for one in suite)
+
+
+def _conditional(node: ast.AST) -> list[list[ast.stmt]]:
+    """Return the statements that run together under a condition."""
+    if isinstance(node, ast.If):
+        return [node.body, node.orelse]
+    return [node.body] if isinstance(node, ast.ExceptHandler) else []
+
+
 def is_reset(node: ast.AST) -> bool:
     """Return whether a node may reset a `.grad`: `zero_grad()`, `.grad.zero_()`, `.grad = None`, a
     product with 0.

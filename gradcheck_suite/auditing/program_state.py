@@ -16,7 +16,7 @@ import threading
 import types
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,7 +97,24 @@ _LEADS = ("__self__", "__func__", "func", "args", "keywords", "fget", "fset", "f
 """Attributes through which those objects lead on."""
 
 
-class _State:
+class Undo:
+    """What puts something back, the last thing first; it may be called again and again."""
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+
+    def callback(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Add a call."""
+        self._calls.append((function, arguments))
+
+    def run(self) -> None:
+        """Put everything back: where something cannot be, the rest is."""
+        with contextlib.ExitStack() as stack:
+            for function, arguments in self._calls:
+                stack.callback(function, *arguments)
+
+
+class ProgramState:
     """What a call of a model may change, put back by `undo`: what its code and its hooks reach in
     Python.
 
@@ -118,9 +135,7 @@ class _State:
 
     def __init__(self, subject: torch.nn.Module | type, kinds: Iterable[type] = ()) -> None:
         parts = list(subject.modules()) if isinstance(subject, torch.nn.Module) else []
-        self.undo = (
-            contextlib.ExitStack()
-        )  # the last thing first; where something cannot be put back, the rest is
+        self.undo = Undo()
         self._parts = {id(part) for part in parts}
         self._own = {
             id(t) for part in parts for t in (*part._parameters.values(), *part._buffers.values())
@@ -425,5 +440,8 @@ def unchanged(subject: torch.nn.Module | type, kinds: Iterable[type] = ()) -> It
     Raises:
         NotRecomputed: something of that cannot be put back.
     """
-    with _State(subject, kinds).undo:
+    state = ProgramState(subject, kinds)
+    try:
         yield
+    finally:
+        state.undo.run()

@@ -8,9 +8,10 @@ the rounding errors are measured by `FEW_DRAWS` computations with parameters and
 one unit roundoff, and Student's factor for their number times their root mean square is allowed as
 well (`core.comparison`).
 
-Blame needs a cause that is seen: another mode in a part of the window, or a backward that is not
-linear. Without one, a difference is a finding, since parameters may be used outside of the recorded
-modules.
+Blame needs a cause that is seen: another mode in a part of the window, a backward that is not
+linear, inputs or parameters that were written between a call and its backward. What a gradient
+passes outside of the recorded calls is known from its graph, and is not compared. A difference for
+which no cause was measured is `unexplained-difference`: the window is not judged.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import attrgetter
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
 from gradcheck_suite.auditing.custom_functions import (
     LEAST,
+    CallsOfProgram,
     FunctionKey,
     FunctionReport,
     first_calls,
@@ -35,6 +37,9 @@ from gradcheck_suite.auditing.custom_functions import (
 )
 from gradcheck_suite.auditing.modes import AsBefore
 from gradcheck_suite.auditing.module_calls import (
+    INPUTS,
+    PARAMETERS,
+    STATE,
     Gradients,
     How,
     ModuleCall,
@@ -46,9 +51,10 @@ from gradcheck_suite.auditing.module_calls import (
 )
 from gradcheck_suite.auditing.program_state import NotRecomputed
 from gradcheck_suite.auditing.recorder import Running
-from gradcheck_suite.auditing.samples import read, sample
+from gradcheck_suite.auditing.samples import Fingerprint, is_same, read, sample
 from gradcheck_suite.auditing.vectors import distance
 from gradcheck_suite.core.comparison import (
+    DRAWS,
     FEW_DRAWS,
     FURTHER_ROUNDINGS,
     UNIT_ROUNDOFF,
@@ -67,8 +73,29 @@ MOST_LINES = 3
 """Lines that a sentence names."""
 
 
-class InputsChanged(NotRecomputed):
-    """An input was changed in place."""
+class NotKept(NotRecomputed):
+    """A call does not give the same again, and something of it was not kept.
+
+    Attributes:
+        what: is to be kept of the calls of later windows.
+        may_be_wrong: whether the gradient may be wrong for what this window has shown.
+    """
+
+    def __init__(self, what: str, sentence: str, *, may_be_wrong: bool) -> None:
+        super().__init__(sentence)
+        self.what, self.may_be_wrong = what, may_be_wrong
+
+
+class NotReproducible(NotRecomputed):
+    """The same call gives other results each time."""
+
+
+class Unexplained(NotRecomputed):
+    """The window differs, and nothing that was measured explains it."""
+
+
+UNEXPLAINED, NOT_REPRODUCIBLE = "unexplained-difference", "not-reproducible"
+"""Names of reasons."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,9 +138,17 @@ def parts_of(
             if forward.refusal:
                 raise NotRecomputed(forward.refusal)
             if forward.changed:
-                raise InputsChanged("an input of the model was changed in place before the step")
+                raise _input_changed([forward])
             parts.append(Part(forward, dict(received), index, weight))
     return parts
+
+
+def _input_changed(forwards: Sequence[ModuleCall]) -> NotKept:
+    return NotKept(
+        INPUTS,
+        "an input of the model was changed in place before the step",
+        may_be_wrong=any(forward.was_refilled for forward in forwards),
+    )
 
 
 def from_outside(part: Part, *, hooks: bool = False) -> Part:
@@ -320,12 +355,63 @@ def _same_outputs(parts: Sequence[Part], found: Replayed, rows: Sequence[int]) -
 ONE_BATCH_OUTPUTS = 2.0**12
 """Relative difference of outputs, in unit roundoffs, above which a model counts as not separable over samples. It
 decides no verdict: the window is then computed micro-batch by micro-batch."""
+QUICK_OUTPUTS = {"float64": 2.0**-41, "float32": 2.0**-12, "bfloat16": 2.0**-6, "float16": 2.0**-9}
+"""Relative difference of outputs of the same call, up to which their rounding is not measured."""
+OUTPUT_DRAWS = 16
+"""Draws by which it is. `student_factor` is 12.6 for them."""
+
+
+def _distance(recorded: Any, output: torch.Tensor) -> float:
+    then, now = read([recorded, sample(output, whole=True)])
+    return distance(now, then)
 
 
 def _is_other(recorded: Any, output: torch.Tensor) -> bool:
     """Return whether an output is another one than it was, but for rounding."""
-    then, now = read([recorded, sample(output, whole=True)])
-    return not distance(now, then) <= ONE_BATCH_OUTPUTS * UNIT_ROUNDOFF[dtype_of(output)]
+    return not _distance(recorded, output) <= ONE_BATCH_OUTPUTS * UNIT_ROUNDOFF[dtype_of(output)]
+
+
+def _coarsest(part: Part, outputs: Sequence[torch.Tensor]) -> str:
+    """Return the coarsest dtype in which a call may have computed its outputs."""
+    dtypes = [dtype_of(one) for one in (*outputs, *part.forward.module.parameters())]
+    if part.forward.autocast[2]:
+        dtypes.append(str(part.forward.autocast[1]).removeprefix("torch."))
+    return max((one for one in dtypes if one in UNIT_ROUNDOFF), key=UNIT_ROUNDOFF.__getitem__)
+
+
+def _lost_by(part: Part, found: Replayed) -> float:
+    """Return by how much a call's outputs differ from those that it gave; 0 for no more than
+    rounding explains.
+
+    Where they differ at all, their rounding is measured by calls with parameters and inputs that
+    are changed by one unit roundoff.
+    """
+    off = dict[int, float]()
+    for i in part.cotangents:
+        if i >= len(found.outputs):
+            return math.inf
+        off[i] = _distance(part.forward.outputs[i], found.outputs[i])
+    quick = QUICK_OUTPUTS[_coarsest(part, found.outputs)]
+    over = [i for i, one in off.items() if not one <= quick]
+    if not over:
+        return 0.0
+    # where the same call gives something else each time, rounding is not what would be measured
+    how = How(forward_only=True)
+    twice = replay(part.forward, part.forward.arguments, part.cotangents, how)
+    if any(_distance(sample(found.outputs[i], whole=True), twice.outputs[i]) > quick for i in over):
+        return max(off[i] for i in over)
+    squares = dict.fromkeys(over, 0.0)
+    for seed in range(OUTPUT_DRAWS):
+        moved = replay(
+            part.forward, part.forward.arguments, part.cotangents, How(seed=seed, forward_only=True)
+        )
+        for i in over:
+            squares[i] += _distance(sample(found.outputs[i], whole=True), moved.outputs[i]) ** 2
+    allowed = {
+        i: quick + student_factor(OUTPUT_DRAWS) * (square / OUTPUT_DRAWS) ** 0.5
+        for i, square in squares.items()
+    }
+    return max((off[i] for i in over if not off[i] <= allowed[i]), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -397,19 +483,31 @@ def exceeding(
         factor: by which they are multiplied.
     """
     over = [key for key in off if not off[key] <= allowed[key]]
-    moved = [draws(seed) for seed in range(FEW_DRAWS)] if over else []
+    squares = {key: list[float]() for key in over}
+
+    def draw(seeds: Iterable[int]) -> None:
+        for moved in map(draws, seeds):
+            for key in squares.keys() & moved.keys():
+                difference = moved[key].double() - expected[key].double()
+                squares[key].append((factor * norm(difference)) ** 2)
+
+    def bound(key: int, of_draws: float) -> float:
+        return allowed[key] + of_draws * float(np.mean(squares[key] or [0.0])) ** 0.5
+
+    draw(range(FEW_DRAWS if over else 0))
+    few, many = student_factor(FEW_DRAWS), student_factor(DRAWS)
+    unclear = [key for key in over if bound(key, LIKELY) < off[key] <= bound(key, few)]
+    # four draws may by chance be ten times as small as the others: more of them settle it
+    draw(range(FEW_DRAWS, DRAWS if unclear else FEW_DRAWS))
     for key in over:
-        squares = [
-            norm(_double(other[key]) - _double(expected[key])) ** 2
-            for other in moved
-            if key in other
-        ]
-        allowed[key] += (
-            student_factor(FEW_DRAWS) * abs(factor) * float(np.mean(squares or [0.0])) ** 0.5
-        )
+        allowed[key] = bound(key, many if unclear else few)
     return {
         k: off[k] / allowed[k] if allowed[k] else math.inf for k in over if not off[k] <= allowed[k]
     }
+
+
+LIKELY = 6.0
+"""Root mean squares of the draws below which no more are made: a sound window rarely has a larger difference."""
 
 
 # What a window that is computed again shows.
@@ -428,9 +526,25 @@ SENTENCES = {
         "the term that custom function {name} adds by itself has weight 1 in each of {number}"
         " micro-batches, and not 1/{number}"
     ),
+    "redrawn again": (
+        "a checkpoint calls a module ({module}) again inside of the backward, and it draws other"
+        " random numbers than in the forward"
+    ),
     "redrawn": (
         "a checkpoint draws other random numbers in backward than in the forward"
         " (`preserve_rng_state=False`?)"
+    ),
+    "changed-batch": (
+        "the memory of a model's input was filled with other values between its call and its"
+        " backward, which then computes with these"
+    ),
+    "stale-parameters": (
+        "parameters were written between a call of the model and its backward, which then computes"
+        " with other ones than the call"
+    ),
+    "stale casts": (
+        "autocast keeps the parameters of an earlier step, cast to {dtype}, since its context is"
+        " not left between the step and the next call"
     ),
     "wrong-backward": "the backward of custom function {name} is wrong: {fault} of its forward",
 }
@@ -448,10 +562,15 @@ class Recomputed:
         error: the 2-norm of the gradient's error over that of the gradient.
         name: of a fault, or None.
         sentence: what is wrong and what to do.
+        causes: of the fault, for which the table of faults has remedies of their own.
         allowed: the relative error that rounding explains.
         parameter: id of a parameter that shows it.
         notes: what is worth knowing.
-        inputs_changed: whether inputs are changed in place, and have to be copied from now on.
+        reason: the name of the reason why it was not computed, where it has one.
+        keep: what is to be kept of calls from now on; None for nothing more.
+        doubt: why the gradient may be wrong, where what is kept from now on will tell; else empty.
+        covered: the number of parameters whose gradient was compared with one that was computed
+            again, and of those that have one.
         parts: the calls.
     """
 
@@ -459,10 +578,14 @@ class Recomputed:
     error: float | None = None
     name: str | None = None
     sentence: str = ""
+    causes: tuple[str, ...] = ()
     allowed: float | None = None
     parameter: int | None = None
     notes: list[Found] = field(default_factory=list)
-    inputs_changed: bool = False
+    reason: str = ""
+    keep: str | None = None
+    doubt: str = ""
+    covered: tuple[int, int] = (0, 0)
     parts: Sequence[Part] = ()
 
 
@@ -488,6 +611,22 @@ class Asked:
     known: set[FunctionKey]
     used_at: Mapping[int, str] = field(default_factory=dict)
 
+    @property
+    def outside(self) -> set[int]:
+        """The ids of the parameters that get a gradient from outside of the recorded calls, too."""
+        return {id(leaf) for one in self.passes for leaf in one.outside.leaves}
+
+    @property
+    def compared(self) -> Gradients:
+        """Id of a parameter that gets none from there -> its `.grad`."""
+        outside = self.outside
+        return {key: now for key, now in self.observed.items() if key not in outside}
+
+    def used_outside(self) -> str:
+        """Return some lines that use parameters outside of the recorded calls."""
+        lines = [self.used_at[key] for key in self.outside if key in self.used_at]
+        return ", ".join([*dict.fromkeys(lines)][:MOST_LINES])
+
     def unseen(self, keys: Iterable[int]) -> str:
         """Return where some parameters are used, and why that may not be a call that was recorded."""
         lines = list(dict.fromkeys(self.used_at[key] for key in keys if key in self.used_at))[
@@ -504,13 +643,25 @@ def recompute(asked: Asked) -> Recomputed:
     result = Recomputed()
     try:
         _compute(asked, result)
+    except NotRecomputed as reason:
+        return _refused(reason)
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
-        why = str(error) if isinstance(error, NotRecomputed) else f"{type(error).__name__}: {first}"
-        changed = isinstance(error, InputsChanged)
-        said = f"a window was not computed again: {why}"
-        return Recomputed(notes=[finding("not-recomputed", said)], inputs_changed=changed)
+        return _refused(NotRecomputed(f"{type(error).__name__}: {first}"))
     return result
+
+
+def _refused(reason: NotRecomputed) -> Recomputed:
+    sentence = f"a window was not computed again: {reason}"
+    if isinstance(reason, Unexplained):
+        return Recomputed(notes=[finding(UNEXPLAINED, str(reason))], reason=UNEXPLAINED)
+    if isinstance(reason, NotReproducible):
+        return Recomputed(notes=[finding(NOT_REPRODUCIBLE, sentence)], reason=NOT_REPRODUCIBLE)
+    if isinstance(reason, NotKept):
+        doubt = str(reason) if reason.may_be_wrong else ""
+        note = finding("not-recomputed", sentence)
+        return Recomputed(notes=[note], keep=reason.what, doubt=doubt)
+    return Recomputed(notes=[finding("not-recomputed", sentence)])
 
 
 def _computed(
@@ -519,7 +670,7 @@ def _computed(
     """Return how `.grad` differs from the window that is computed again micro-batch by micro-batch."""
     total, replayed = by_micro_batch(parts, how)
     found = compare(
-        asked.observed,
+        asked.compared,
         total,
         asked.factor,
         lambda n: by_micro_batch(parts, replace(how, seed=n))[0],
@@ -551,29 +702,28 @@ def _compute(asked: Asked, result: Recomputed) -> None:
     parts = result.parts = [from_outside(part) for part in received]
     modes = _common_modes(parts, asked.passes)
     whole = None if modes else in_one_batch(parts)
-    if whole is not None and whole.gradients.keys() & asked.observed.keys():
-        difference = compare(asked.observed, whole, asked.factor, lambda seed: whole)
+    if whole is not None and whole.gradients.keys() & asked.compared.keys():
+        difference = compare(asked.compared, whole, asked.factor, lambda seed: whole)
         if difference.worst is None or asked.is_faulty:
             result.how, result.error = ONE_BATCH, difference.error
+            _cover(asked, whole, result)
             _judge_functions(asked, parts, whole.functions, result)
             return
     difference, total, replayed = _computed(asked, parts, How())
-    if not total.gradients.keys() & asked.observed.keys():
-        where = "gets its gradient without a hook of the script's"
-        if asked.observed:
-            where = f"is in a recorded call ({asked.unseen(asked.observed)})"
-        raise NotRecomputed(f"no parameter of the optimizer {where}")
-    _expect_reproduced(parts, replayed)
+    _expect_comparable(asked, total)
+    if dtype := _stale_casts(parts, replayed):
+        result.how, result.name = BY_MICRO_BATCH, "stale-parameters"
+        result.sentence = SENTENCES["stale casts"].format(dtype=dtype)
+        result.causes = ("casts",)
+        return
+    if lost := max(map(_lost_by, parts, replayed)):
+        _explain_lost(parts, replayed, lost)
     result.how, result.error = BY_MICRO_BATCH, difference.error
     if asked.is_faulty:
         return
-    left = [key for key, now in asked.observed.items() if key not in total.gradients and now.any()]
-    if left:
-        number = counted(len(left), "parameter")
-        said = f"{number} had no part in a window computed again ({asked.unseen(left)})"
-        result.notes.append(finding("uncovered-parameters", said))
+    _cover(asked, total, result)
     if difference.worst is not None:
-        _judge_backward(asked, received, result)
+        _judge_difference(asked, received, parts, difference, result)
     elif modes:
         parts = [
             replace(p, forward=replace(p.forward, modes=modes.get(p, p.forward.modes)))
@@ -593,35 +743,202 @@ def _compute(asked: Asked, result: Recomputed) -> None:
         _judge_functions(asked, parts, total.functions, result)
 
 
-def _expect_reproduced(parts: Sequence[Part], replayed: Sequence[Replayed]) -> None:
-    """Refuse calls that give other outputs than they gave.
+def _expect_comparable(asked: Asked, total: Total) -> None:
+    """Refuse a window of which no gradient could be compared.
 
     Raises:
-        NotRecomputed: some do.
+        NotRecomputed: there is none.
     """
-    lost = any(
-        i >= len(found.outputs) or _is_other(part.forward.outputs[i], found.outputs[i])
-        for part, found in zip(parts, replayed, strict=True)
-        for i in part.cotangents
+    if total.gradients.keys() & asked.compared.keys():
+        return
+    if not asked.observed:
+        raise NotRecomputed(
+            "no parameter of the optimizer gets its gradient without a hook of the script's"
+        )
+    if total.gradients.keys() & asked.observed.keys():
+        where = asked.used_outside()
+        raise NotRecomputed(
+            "every parameter gets a part of its gradient from outside of the recorded calls of"
+            f" modules{f' ({where})' if where else ''}"
+        )
+    raise NotRecomputed(
+        f"no parameter of the optimizer is in a recorded call ({asked.unseen(asked.observed)})"
     )
-    watching = sorted({type(mode).__name__ for part in parts for mode in part.forward.watching})
-    if lost and watching:
+
+
+def _cover(asked: Asked, total: Total, result: Recomputed) -> None:
+    """Note of which parameters the gradient was compared, and why not of the others."""
+    compared = total.gradients.keys() & asked.compared.keys()
+    left = [key for key, now in asked.observed.items() if key not in compared and now.any()]
+    result.covered = len(compared), len(compared) + len(left)
+    if left:
+        number = counted(len(left), "parameter")
+        which = "" if total.gradients.keys().isdisjoint(left) else ", or not with all of it"
+        said = f"{number} had no part in a window computed again{which} ({asked.unseen(left)})"
+        result.notes.append(finding("uncovered-parameters", said))
+
+
+def _explain_lost(parts: Sequence[Part], replayed: Sequence[Replayed], lost: float) -> NoReturn:
+    """Say why calls give other outputs than they gave: each cause is measured.
+
+    Raises:
+        NotRecomputed: it is none that makes the gradient wrong, or none was found.
+    """
+    forwards = list(dict.fromkeys(part.forward for part in parts))
+    if watching := sorted({type(mode).__name__ for one in forwards for mode in one.watching}):
         raise NotRecomputed(
             f"the model gives other outputs when it is called without {', '.join(watching)}, which"
             " may not see a second call"
         )
-    if lost and any(part.forward.point != point_of(part.forward.module) for part in parts):
-        raise NotRecomputed(
-            "parameters were written between the window's calls of the model and the step"
+    if refilled := [forward for forward in forwards if forward.is_refilled]:
+        raise _input_changed(refilled)
+    moved = [
+        forward
+        for forward in forwards
+        if not forward.kept.parameters and forward.point != point_of(forward.module)
+    ]
+    if any(forward.was_moved for forward in moved):
+        raise NotKept(
+            PARAMETERS,
+            "parameters were written between a call of the model and its backward",
+            may_be_wrong=True,
         )
-    if lost:
+    if moved:
         raise NotRecomputed(
-            "the model gives other outputs when it is called again: it has a state of its own, or"
-            " is compiled, which draws other random numbers than eager code"
+            "parameters were written between the window's backward passes and the step"
         )
+    _expect_reproducible(parts, replayed)
+    if not all(forward.kept.state for forward in forwards):
+        raise NotKept(
+            STATE,
+            "the model gives other outputs when it is called again from the state that it has at"
+            f" the step (by {lost:.2g} of their size)",
+            may_be_wrong=True,
+        )
+    raise Unexplained(
+        f"the model gives other outputs when it is called again, by {lost:.2g} of"
+        " their size; its inputs, its parameters, its buffers, what its code reaches in Python and"
+        " the random numbers are those of the call, and two more calls give the same as each other"
+    )
 
 
-def _judge_backward(asked: Asked, received: Sequence[Part], result: Recomputed) -> None:
+def _expect_reproducible(parts: Sequence[Part], replayed: Sequence[Replayed]) -> None:
+    """Refuse calls that do not give the same when they are called twice.
+
+    Raises:
+        NotReproducible: some do not.
+    """
+    for part, found in zip(parts, replayed, strict=True):
+        compiled = [
+            name or type(module).__name__
+            for name, module in part.forward.module.named_modules()
+            if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+        ]
+        if compiled and found.random:
+            raise NotReproducible(
+                f"{compiled[0]} is compiled and draws random numbers, which"
+                " eager code draws otherwise"
+            )
+        how = How(forward_only=True, marked=True)
+        one, other = (
+            replay(part.forward, part.forward.arguments, part.cotangents, how).marks
+            for _ in range(2)
+        )
+        if (where := _first_parting(one, other)) is not None:
+            raise NotReproducible(
+                f"two more calls of the model with the same inputs, parameters"
+                f" and random numbers part in {where}"
+            )
+
+
+Marks = Sequence[tuple[str, Sequence[Fingerprint]]]
+
+
+def _first_parting(one: Marks, other: Marks) -> str | None:
+    """Return the first module that has returned something else, None where all have returned the
+    same.
+    """
+    for (name, then), (_, now) in zip(one, other, strict=False):
+        if len(then) != len(now) or not all(map(is_same, then, now)):
+            return name
+    return None if len(one) == len(other) else one[-1][0]
+
+
+LEAST_OF_CASTS = 2.0**-14
+"""Relative difference of outputs from which on it is asked whether casts are stale."""
+
+
+def _stale_casts(parts: Sequence[Part], replayed: Sequence[Replayed]) -> str:
+    """Return the dtype of casts of parameters that autocast has kept over a step; empty where it
+    has kept none.
+
+    With the parameters themselves, whose casts it may keep, a call then gives what it gave, to the
+    bit; with copies of them, which it casts anew, it does not.
+    """
+    for part, found in zip(parts, replayed, strict=True):
+        _, dtype, enabled = part.forward.autocast
+        if not enabled or not torch.is_autocast_cache_enabled():
+            continue
+        if _off(part, found) > LEAST_OF_CASTS and not part.forward.is_refilled:
+            how = How(forward_only=True, own_parameters=True)
+            own = replay(part.forward, part.forward.arguments, part.cotangents, how)
+            if _off(part, own) == 0:
+                return str(dtype).removeprefix("torch.")
+    return ""
+
+
+def _off(part: Part, found: Replayed) -> float:
+    """Return the largest relative difference of a call's outputs from those that it gave."""
+    if any(i >= len(found.outputs) for i in part.cotangents):
+        return math.inf
+    return max(_distance(part.forward.outputs[i], found.outputs[i]) for i in part.cotangents)
+
+
+def _judge_difference(
+    asked: Asked,
+    received: Sequence[Part],
+    parts: Sequence[Part],
+    difference: Difference,
+    result: Recomputed,
+) -> None:
+    """Say why `.grad` is another one than that of the calls, which give what they gave.
+
+    Raises:
+        NotRecomputed: nothing that was measured explains it.
+    """
+    forwards = list(dict.fromkeys(part.forward for part in parts))
+    for written, kept, what, name in (
+        (
+            [forward for forward in forwards if forward.was_refilled],
+            lambda forward: not forward.arguments_are_given,
+            INPUTS,
+            "changed-batch",
+        ),
+        (
+            [forward for forward in forwards if forward.was_moved],
+            lambda forward: bool(forward.kept.parameters),
+            PARAMETERS,
+            "stale-parameters",
+        ),
+    ):
+        if written and not all(map(kept, written)):
+            raise NotKept(
+                what,
+                f"{what} were written between a call of the model and its backward",
+                may_be_wrong=True,
+            )
+        if written:
+            again, _, _ = _computed(asked, parts, How(scale=1.0, as_it_was_at_backward=True))
+            if again.worst is None:
+                _blame(name, SENTENCES[name], difference, result)
+                result.causes = ("written",)
+                return
+    _judge_backward(asked, received, difference, result)
+
+
+def _judge_backward(
+    asked: Asked, received: Sequence[Part], without: Difference, result: Recomputed
+) -> None:
     """Say which backward is not linear.
 
     Raises:
@@ -632,10 +949,7 @@ def _judge_backward(asked: Asked, received: Sequence[Part], result: Recomputed) 
     difference, _, _ = _computed(asked, parts, How())
     exact, _, replayed = _computed(asked, parts, How(hooks=True, scale=1.0))
     if exact.worst is not None:
-        raise NotRecomputed(
-            "parameters get gradients from outside of the recorded calls of modules, or compiled"
-            " ones round otherwise"
-        )
+        _refuse_difference(asked, parts, replayed, without)
     scaled, eightfold, _ = _computed(asked, parts, How(hooks=True))
     names = ", ".join(hooked[:3])
     if scaled.worst is None:
@@ -654,6 +968,37 @@ def _judge_backward(asked: Asked, received: Sequence[Part], result: Recomputed) 
         else f"custom function {', '.join(functions) or '?'}"
     )
     _blame("not-linear", SENTENCES["not-linear"].format(what=what), difference, result)
+
+
+def _refuse_difference(
+    asked: Asked, parts: Sequence[Part], replayed: Sequence[Replayed], found: Difference
+) -> NoReturn:
+    """Say that `.grad` is another one than that of the calls, and what was ruled out.
+
+    Raises:
+        NotRecomputed: always.
+    """
+    by = (
+        f"`.grad` differs from the gradient of the window that is computed again by"
+        f" {found.error:.2g} of its size, {found.ratio:.3g} times what rounding explains"
+    )
+    _expect_reproducible(parts, replayed)
+    twice = [by_micro_batch(parts, How(hooks=True, scale=1.0))[0] for _ in range(2)]
+    between = compare(twice[0].gradients, twice[1], 1.0, lambda seed: twice[1])
+    if between.worst is not None:
+        raise NotReproducible(
+            f"two more backward passes of the same calls give gradients that"
+            f" differ by {between.error:.2g} of their size"
+        )
+    if not all(part.forward.kept.state for part in parts):
+        raise NotKept(
+            STATE, f"{by}: it was not computed from the state before the call", may_be_wrong=True
+        )
+    raise Unexplained(
+        f"{by}; the model gives the outputs that it gave, its inputs, parameters,"
+        " buffers and random numbers are those of the call, they were the same at the backward, and"
+        " hooks on modules do not explain it"
+    )
 
 
 def _judge_own_terms(
@@ -735,6 +1080,11 @@ def _judge_functions(
     with quiet(), AsBefore(parts[0].forward.on):
         verdicts = [judge_function(call) for call in calls.values()]
     verdicts += [FunctionReport(kind.__name__, note=NOT_CALLED) for kind in missed.values()]
+    blame_functions(verdicts, result)
+
+
+def blame_functions(verdicts: Iterable[FunctionReport], result: Recomputed) -> None:
+    """Note what is known of custom functions, and blame the first one that is wrong."""
     for verdict in verdicts:
         if verdict.note:
             said = f"custom function {verdict.name}: {verdict.note}"
@@ -747,3 +1097,28 @@ def _judge_functions(
             # the window was computed again with the same fault, so the error is that of the
             # function
             result.error, result.allowed = verdict.error, LEAST
+
+
+def judge_calls_of_program(
+    calls: CallsOfProgram, passes: Iterable[Running], known: set[FunctionKey]
+) -> Recomputed:
+    """Judge the custom functions that the program calls outside of recorded modules.
+
+    Those of a window are known when it has gone backward. They are watched from then on, and judged
+    at the next step.
+
+    Args:
+        calls: what was recorded of those that earlier windows have shown.
+        passes: of this window.
+        known: the functions that need not be judged; new ones are added.
+    """
+    result = Recomputed()
+    if calls.has_calls:
+        with quiet():
+            verdicts = calls.judged()
+        blame_functions(verdicts, result)
+    shown = {kind for one in passes for kind in one.outside.functions}
+    new = {kind for kind in shown if not {kind, statement_of(kind)} & known}
+    known.update(new, map(statement_of, new))
+    calls.watch(new)
+    return result

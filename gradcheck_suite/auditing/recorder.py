@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils import clip_grad
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -53,11 +54,13 @@ from gradcheck_suite.auditing.places import NOWHERE, Place, here, living, loop_h
 from gradcheck_suite.auditing.samples import Raw
 from gradcheck_suite.auditing.terms import (
     MARK,
+    Outside,
     Reader,
     declare,
     edge_of,
     joined_share,
     leaves_below,
+    outside_of_calls,
     used_at,
 )
 from gradcheck_suite.auditing.vectors import factor
@@ -140,6 +143,19 @@ class Known:
     times: int = 0
 
 
+@dataclass
+class Lines:
+    """Lines of one expression that one place sends backward.
+
+    Attributes:
+        losses: that compute it; several where that depends on the pass.
+        divisions: that multiply or divide it by a number.
+    """
+
+    losses: set[str] = field(default_factory=set)
+    divisions: set[str] = field(default_factory=set)
+
+
 # The choke point.
 
 
@@ -189,6 +205,7 @@ class Running:
         tasks: the ids that autograd gave it.
         forwards: recorded calls of modules -> index of an output -> the gradient that arrived
             there.
+        outside: what it passes outside of these, where its window is to be computed again.
     """
 
     record: PassRecord
@@ -196,9 +213,14 @@ class Running:
     outer: Running | None = None
     tasks: list[int] = field(default_factory=list)
     forwards: dict[Any, dict[int, torch.Tensor]] = field(default_factory=dict)
+    outside: Outside = field(default_factory=Outside)
 
 
+GROUPING = "_group_tensors_by_device_and_dtype"
+"""What torch's clipping calls first, in `torch.nn.utils.clip_grad`."""
 PASSES, WEIGHTS, SUMS, STEPS = "backward passes", "weights", "sums", "steps"
+MOST_LINES = 64
+"""Losses, each an expression at a line that sends it backward, whose own lines are looked for."""
 SCHEDULE, AVERAGE = "a schedule of the learning rate", "an average of the parameters"
 NEAR = 0.5
 """Relative difference of an average from its parameter; gradients and other states differ by more."""
@@ -260,6 +282,7 @@ class Recorder:
         full: tells whether the window that runs now is looked at in full.
         resumes: called with the optimizer of a step that is only counted, tells whether the next
             ones are recorded.
+        again: tells whether the window that runs now is to be computed again.
         let_go_of: called with an optimizer that the program has let go.
         weights: whether the terms of losses are read.
         sums: whether what arrives at parameters is.
@@ -282,6 +305,7 @@ class Recorder:
         receive: Callable[[Event], None],
         full: Callable[[], bool],
         resumes: Callable[[int], bool] = lambda _: True,
+        again: Callable[[], bool] = lambda: False,
         let_go_of: Callable[[int], None] = lambda _: None,
         *,
         weights: bool,
@@ -301,9 +325,12 @@ class Recorder:
         self.notes: Counter[Found] = Counter()
         self.used_at: dict[int, str] = {}
         self._receive, self._full, self._resumes = receive, full, resumes
+        self._again = again
         self._let_go_of = let_go_of
         self._paused_at: int | None = None
         self._weights, self._sums, self._objectives = weights, sums, objectives or {}
+        self._declared: set[str] = set()
+        self._undeclared: dict[str, str] = {}
         self._keys: dict[int, int] = {}
         self._next_key = 0
         self._wrapped: dict[int, bool] = {}
@@ -315,7 +342,9 @@ class Recorder:
         self._idle: dict[int, StepRecord] = {}
         self._running: dict[int, Running] = {}
         self._unbound: list[Running] = []
-        self._lines: dict[tuple[str, ...], dict[Place, str]] = {}
+        self._lines: dict[tuple[Place, tuple[str, ...], int], Lines] = {}
+        # two steps: Lightning switches anomaly mode off when it begins to fit
+        self._stacks_until = 2
         self._checks: bool | None = None
         self._before: dict[int, str] = {}
         self._touched: dict[int, Raw] = {}
@@ -328,6 +357,9 @@ class Recorder:
         self._schedules: list[weakref.ref[Any]] | None = None
         self._averages: list[weakref.ref[torch.Tensor]] = []
         self._values_of, self._gradients_of = samples.Together(), samples.Together()
+        self._clipped_of = samples.Together()
+        self._before_clipping = dict[int, Raw]()
+        self._grouping: Any = None
         self._scalers: list[weakref.ref[torch.amp.GradScaler]] = []
         self._handles: list[Any] = []
         self._engine: Any = None
@@ -343,18 +375,52 @@ class Recorder:
             register_optimizer_step_pre_hook(self._step_begins),
             register_optimizer_step_post_hook(self._step_ends),
         ]
+        self._watch_clipping()
         self._keep_stacks()
 
-    def _keep_stacks(self) -> None:
-        """Let every node keep the stack that made it until the first step: so the lines of losses
-        are known.
+    def _watch_clipping(self) -> None:
+        """Look at `.grad` when torch's clipping begins: what is divided before it is told apart.
+
+        All of torch's functions that clip first group what they are given, by a name of their
+        module, however the program has imported them.
         """
-        # two steps where the first one's losses have none: Lightning switches anomaly mode off when
-        # it begins to fit
-        wanted = self._weights and self.steps_seen < (1 if self._lines else 2)
-        if wanted and not torch.is_anomaly_enabled():
+        grouping = getattr(clip_grad, GROUPING, None)
+        if grouping is None or not self._sums:
+            return
+
+        @functools.wraps(grouping)
+        def grouped(*args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                self._note_clipping()
+            return grouping(*args, **kwargs)
+
+        self._grouping = grouping, grouped
+        setattr(clip_grad, GROUPING, grouped)
+
+    def _end_of_clipping(self) -> None:
+        if self._grouping is not None and getattr(clip_grad, GROUPING) is self._grouping[1]:
+            setattr(clip_grad, GROUPING, self._grouping[0])
+        self._grouping = None
+
+    @_guarded(SUMS)
+    def _note_clipping(self) -> None:
+        """Note what stands in `.grad` before it is clipped for the first time since the last pass."""
+        if self.is_silent or not self.records or self._before_clipping or _task() != -1:
+            return
+        own = ((key, known.reference()) for key, known in self.parameters.items())
+        stands = {key: p.grad for key, p in own if p is not None and p.grad is not None}
+        found, _ = self._clipped_of.taken([*stands.values()], whole=self._full())
+        self._before_clipping = dict(zip(stands, found, strict=True))
+
+    def _keep_stacks(self) -> None:
+        """Let every node keep the stack that made it where the line of a loss is not known yet."""
+        if self._wants_stacks and not torch.is_anomaly_enabled():
             self._checks = torch.is_anomaly_check_nan_enabled()
             torch.set_anomaly_enabled(True, False)
+
+    @property
+    def _wants_stacks(self) -> bool:
+        return self._weights and self.steps_seen < self._stacks_until
 
     def _end_of_stacks(self) -> None:
         # also later than the first steps: what switched the mode for a while puts back what it
@@ -422,6 +488,7 @@ class Recorder:
         # another tool that was opened meanwhile may put it back when it closes
         self._mine.recorder = None
         self._end_of_stacks()
+        self._end_of_clipping()
         self._unhook()
         self.last = None
         self._running.clear()
@@ -484,6 +551,7 @@ class Recorder:
                     self._unhook(2)
                     return None
             self._note_unseen()
+            self._before_clipping = {}
             # what a pass computes itself, as an adjoint does, would take ten times as long with
             # stacks
             self._end_of_stacks()
@@ -551,12 +619,37 @@ class Recorder:
                 None,
             )
             if expression is not None:
-                with torch.no_grad():
-                    count = eval(expression, frame.f_globals, frame.f_locals)
-                for root in roots:
-                    declare(root, count, "mean")
+                self._declare_at(place, expression, frame, roots)
                 return
             frame = frame.f_back
+
+    def _declare_at(
+        self, place: str, expression: str, frame: FrameType, roots: Sequence[Any]
+    ) -> None:
+        """Declare what an expression of the user's says at a line; what it raises is said at the end."""
+        at = next(at for at in self._objectives if (os.sep + place).endswith(os.sep + at))
+        try:
+            with torch.no_grad():
+                count = eval(expression, frame.f_globals, frame.f_locals)
+            for root in roots:
+                declare(root, count, "mean")
+        except Exception as error:
+            self._undeclared.setdefault(at, f"{type(error).__name__}: {error}")
+        else:
+            self._declared.add(at)
+
+    @property
+    def unused_objectives(self) -> list[Found]:
+        """The declarations of the user's that said nothing of any loss, and why."""
+        return [
+            finding(
+                "unused-declaration",
+                f"--objective {at}={expression} declares nothing:"
+                f" {self._undeclared.get(at, 'nothing went backward at this line')}",
+            )
+            for at, expression in self._objectives.items()
+            if at not in self._declared
+        ]
 
     @_guarded(WEIGHTS)
     def _read(self, running: Running, roots: list[Any]) -> None:
@@ -620,6 +713,8 @@ class Recorder:
         if self.steps_seen < 2 and self._full():  # nodes keep their stacks until then
             lines = used_at(edge_of(root)[0] for root in roots)
             self.used_at |= {self._keys[i]: line for i, line in lines.items() if i in self._keys}
+        if self._again():
+            self._look_outside(running, roots)
         for found in running.reader.found if joins else ():
             below, own = leaves_below([found.node])
             outside = {id(leaf) for leaf in leaves_below([found.node], own)[0]}
@@ -633,6 +728,15 @@ class Recorder:
                     self._keys[i] for i in outside - inside if i in self._keys
                 )
 
+    def _look_outside(self, running: Running, roots: list[Any]) -> None:
+        """See what a pass reaches outside of the recorded calls.
+
+        What starts inside of a recorded call, as a checkpoint computes it again, is a part of that.
+        """
+        outermost = running.outer or running
+        if running.outer is None or outermost.outside.reenters:
+            outermost.outside += outside_of_calls(edge_of(root)[0] for root in roots)
+
     @_guarded(PASSES)
     def end(self, running: Running | None) -> None:
         """Note the end of a pass."""
@@ -645,9 +749,9 @@ class Recorder:
             self._unbound.remove(running)
         for task in running.tasks:
             self._running.pop(task, None)
-        self._keep_stacks()
         self._arrive_all(running)
         self._numbers(running)
+        self._keep_stacks()
         if running.record.accumulates:
             self._finish(running)
 
@@ -655,16 +759,22 @@ class Recorder:
     def _numbers(self, running: Running) -> None:
         if running.reader.error is not None:
             raise running.reader.error
-        place = running.record.place
+        place, numbers = running.record.place, Counter[tuple[str, ...]]()
         for term in running.reader.terms():
+            # what one line sends backward was made where it was made before; what another line
+            # does, an expression of the same operations, may be another loss
+            key = place, term.expression, numbers[term.expression]
+            numbers[term.expression] += 1
+            if term.line is None and key not in self._lines and len(self._lines) < MOST_LINES:
+                # this loss was made without a stack; those of the next passes, or of the next
+                # window where it has one pass, are made with one
+                self._stacks_until = max(self._stacks_until, self.steps_seen + 2)
+            known = self._lines.setdefault(key, Lines())
             if term.line is not None:
-                self._lines.setdefault(term.expression, {}).setdefault(place, term.line)
-            known = self._lines.get(term.expression, {})
-            # a trainer may send the micro-batch that it steps on backward by another path than the
-            # others
-            term.line = known.get(place) or (
-                next(iter(known.values())) if len({*known.values()}) == 1 else None
-            )
+                known.losses.add(term.line)
+                known.divisions |= term.divisions
+            elif len(known.losses) == 1:
+                term.line, term.divisions = next(iter(known.losses)), frozenset(known.divisions)
             running.record.terms.append(term)
 
     def _finish(self, running: Running) -> None:
@@ -1128,7 +1238,11 @@ class Recorder:
         """
         if not self.records:  # a closure that is called once more
             return
-        if self._lines or self.steps_seen > 1:
+        if self._stacks_until == self.steps_seen + 1 and all(
+            known.losses for known in self._lines.values()
+        ):
+            self._stacks_until = self.steps_seen
+        if not self._wants_stacks:
             self._end_of_stacks()
         if _task() != -1:
             said = (
@@ -1195,6 +1309,9 @@ class Recorder:
             ],
             has_unseen=not self._unseen.isdisjoint(gradients),
         )
+        step.before_clipping = {
+            key: one for key, one in self._before_clipping.items() if key in gradients
+        }
         self._unseen -= gradients.keys()
         self._late.clear()
         if step.scale is None:

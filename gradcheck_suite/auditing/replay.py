@@ -100,6 +100,7 @@ class Fit:
         coefficients: (passes,).
         bounds: (passes,) of the errors of the coefficients.
         is_exact: whether no more than rounding is left over.
+        left: the share of `.grad` that is left over.
     """
 
     passes: Sequence[int]
@@ -108,6 +109,7 @@ class Fit:
     coefficients: Vector
     bounds: Vector
     is_exact: bool
+    left: float = 0.0
 
     @property
     def error(self) -> float:
@@ -131,6 +133,14 @@ class Fit:
         """
         found = zip(self.passes, np.abs(self.coefficients), self.bounds, strict=True)
         return any(c > bound for i, c, bound in found if i in self.lost)
+
+    @property
+    def is_plausible(self) -> bool:
+        """Whether the largest coefficient is that of a sum, of a mean, or of a part of these.
+
+        What stands in `.grad` beside, such as the parameters, may be like the gradients by itself.
+        """
+        return 0.5 / len(self.passes) <= size(self.coefficients) <= 2.0
 
     @property
     def is_blank(self) -> bool:
@@ -226,6 +236,8 @@ class StepWindow:
         kept_apart: the passes that stood in a `.grad` together, with their coefficients, when it
             was reset or edited.
         error: of coefficients that are fitted, relative to the largest one; 0 where none is.
+        unclipped: by which all of `.grad` had been multiplied after the last pass when torch's
+            clipping began; None where it did not, or parameters differ.
     """
 
     optimizer: int
@@ -247,6 +259,7 @@ class StepWindow:
     removed: Sequence[int] = ()
     kept_apart: Sequence[Coefficients] = ()
     error: float = 0.0
+    unclipped: float | None = None
 
     @property
     def where(self) -> Place:
@@ -264,7 +277,18 @@ class StepWindow:
 
         1 where none is.
         """
-        return (self.factor or 1.0) * (1.0 if self.step.fused else self.step.scale or 1.0)
+        return (self.factor or 1.0) * self._unscaled
+
+    @property
+    def _unscaled(self) -> float:
+        return 1.0 if self.step.fused else self.step.scale or 1.0
+
+    @property
+    def divided(self) -> float | None:
+        """The same without clipping; None where it is not known which part of it is clipping."""
+        if self.unclipped is not None:
+            return self.unclipped * self._unscaled
+        return None
 
     def of_pass(self, source: Source) -> float | None:
         """Return the coefficient of a pass, the median over the parameters that it reached.
@@ -649,9 +673,25 @@ class Replay:
         )
         for place in late:
             del self._late[place]
+        window.unclipped = self._before_clipping(steps[0])
         self._fill(window, found)
         self._leave(window, steps)
         return window
+
+    def _before_clipping(self, step: StepRecord) -> float | None:
+        """Return by which factor all of `.grad` had been multiplied when clipping began."""
+        before = {
+            key: now
+            for key, now in settled(step.before_clipping).items()
+            if self._states[0][key].coefficients
+        }
+        found = self._explain_all(0, before, inside=False).values()
+        if any(one.event not in (SAME, FACTOR) for one in found):
+            return None
+        factors = [one.factor for one in found]
+        common = median(factors) if factors else 0.0
+        tolerance = 10 * max(map(self.tolerance, before), default=0.0)
+        return common if factors and all(near(f, common, tolerance) for f in factors) else None
 
     def _are_copies(self, step: StepRecord) -> bool:
         """Return whether an optimizer steps on copies of parameters, and note which parameter each
@@ -895,7 +935,8 @@ class Replay:
             return Fit(*of, np.zeros(number), np.zeros(number), is_exact=True)
         solution, residual, spread = noisy
         deviation = np.sqrt((residual * residual).sum() / (len(residual) - number))
-        return Fit(*of, solution, SIGNIFICANT * deviation * spread, is_exact=False)
+        share = float(np.hypot.reduce(residual) / (np.hypot.reduce(target) or 1.0))
+        return Fit(*of, solution, SIGNIFICANT * deviation * spread, is_exact=False, left=share)
 
     def _leave(self, window: StepWindow, steps: Sequence[StepRecord]) -> None:
         """Set the states that a step leaves behind, and forget what no later step can ask for."""

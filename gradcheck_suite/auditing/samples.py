@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -376,6 +377,40 @@ def _taken_elsewhere(tensor: torch.Tensor, *, whole: bool) -> tuple[Raw, int | N
 def sample(gradient: torch.Tensor, *, whole: bool) -> Raw:
     """Return linear functions of one gradient."""
     return Together().taken([gradient], whole=whole)[0][0]
+
+
+Fingerprint = int | Raw
+"""What tells whether the values of a tensor have changed: a checksum of all its bytes, or a sample on a device."""
+
+
+def fingerprint(tensor: torch.Tensor) -> Fingerprint:
+    """Return what tells whether any value of a tensor has changed, also without torch's knowledge.
+
+    A version does not tell of memory that numpy shares. Nothing here waits for a device.
+    """
+    if not is_plain(tensor):
+        try:
+            return sample(tensor, whole=True)
+        except Exception:  # a nested tensor, or another class that has no rows: nothing tells
+            return 0
+    plain = _plain(tensor)
+    size = plain.numel() * plain.element_size()
+    # FSDP frees the storage of what it has gathered
+    if not size or plain.untyped_storage().nbytes() < size or not plain.is_contiguous():
+        return 0
+    memory: Any = (ctypes.c_char * size).from_address(plain.data_ptr())
+    return zlib.crc32(memory)
+
+
+def is_same(then: Fingerprint, now: Fingerprint) -> bool:
+    """Return whether two fingerprints of one tensor are those of the same values.
+
+    Waits for a device where the tensor lies on one.
+    """
+    if isinstance(then, int) or isinstance(now, int):
+        return isinstance(then, int) and isinstance(now, int) and then == now
+    one, other = read([then, now])
+    return np.array_equal(one, other, equal_nan=True)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

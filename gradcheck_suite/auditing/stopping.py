@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 
+class Terminated(BaseException):
+    """What ends a run that a signal ends: its last window is not complete."""
+
+
 class StoppedOnViolation(BaseException):
     """Ends a run at its first violation.
 
     No `Exception`, so that a program that catches those ends all the same.
     """
-
-
-class Terminated(BaseException):
-    """What ends a run that a signal ends: its last window is not complete."""

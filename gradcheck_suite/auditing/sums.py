@@ -10,9 +10,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
 from statistics import median
+from typing import Literal
 
 from gradcheck_suite.auditing.events import BY_HAND, PassRecord
-from gradcheck_suite.auditing.places import Loop, Place, is_edit, is_reset, is_tried, lines_between
+from gradcheck_suite.auditing.places import (
+    Loop,
+    Place,
+    is_edit,
+    is_given_up,
+    is_reset,
+    is_tried,
+    lines_between,
+)
 from gradcheck_suite.auditing.replay import (
     EARLIER,
     NEGLIGIBLE,
@@ -30,6 +39,29 @@ MOST_LINES = 3
 
 
 @dataclass(frozen=True)
+class Change:
+    """What changed `.grad`, and where.
+
+    Attributes:
+        what: a `reset` or an `edit`.
+        lines: that may have done it, a few at most; the one of a single line is known.
+    """
+
+    what: Literal["reset", "edit", "division"]
+    lines: Sequence[str]
+
+    @property
+    def line(self) -> str | None:
+        """The line, where it is known; it may begin with a library's for one of the user's."""
+        return self.lines[0] if len(self.lines) == 1 else None
+
+    def __str__(self) -> str:
+        done = "reset" if self.what == "reset" else "changed"
+        lines = " or ".join(line.partition(" < ")[0] for line in self.lines)
+        return f" (`.grad` was {done} at {lines})"
+
+
+@dataclass(frozen=True)
 class StepFault:
     """What is wrong with a window.
 
@@ -40,6 +72,7 @@ class StepFault:
         keys: of the parameters that are hit, where others are not.
         kind: the part of the promise.
         causes: of the fault, for which the table of faults has remedies of their own.
+        change: what is to be changed, and where.
     """
 
     name: str
@@ -48,6 +81,7 @@ class StepFault:
     keys: Sequence[int] = ()
     kind: str = "gradient"
     causes: tuple[str, ...] = ()
+    change: Change | None = None
 
 
 OF_SUMS = {
@@ -169,6 +203,7 @@ class Sums:
         by_hand: whether the program put it together itself, from what arrived and was kept
             elsewhere.
         untold: whether it cannot be told if it did, or reset and edited it.
+        unlike: whether that is since no sum of what arrived explains most of it.
         first_point: where the same micro-batches went backward at two points, as of SAM, the passes
             at the first one.
     """
@@ -179,12 +214,20 @@ class Sums:
     may_be_right: bool = False
     by_hand: bool = False
     untold: bool = False
+    unlike: bool = False
     first_point: Mapping[Source, float] = field(default_factory=dict)
 
 
-def _fault(seen: str, key: int | None = None, *, keys: Sequence[int] = (), where: str = "") -> Sums:
-    fault = OF_SUMS[seen]
-    return Sums(replace(fault, sentence=fault.sentence + where, key=key, keys=keys))
+def _fault(
+    seen: str,
+    key: int | None = None,
+    *,
+    keys: Sequence[int] = (),
+    where: str = "",
+    change: Change | None = None,
+) -> Sums:
+    fault = replace(OF_SUMS[seen], key=key, keys=keys, change=change)
+    return Sums(replace(fault, sentence=f"{fault.sentence}{where}{change or ''}"))
 
 
 def _excuse(name: str, sentence: str, window: StepWindow) -> Sums:
@@ -327,17 +370,19 @@ def judge_sums(
     ]:
         return _fault("torn", keys=[key for key, c in members.by_parameter[torn[0]] if c])
     if window.edit == BY_HAND:
-        return Sums()
+        return _judge_kept(members) or Sums()
     if any(source[1] == UNKNOWN for cs in window.coefficients.values() for source in cs):
-        return _fault("not a sum", where=_edits(members))
+        return _fault("not a sum", change=_edits(members))
     lost = [i for i in members.required if not members.is_in(i)]
     edited = window.fit if window.edit == "free" else None
+    is_hidden = edited is not None and bool(edited.lost) and edited.left > MOST_LEFT
     if edited is not None and edited.tells and edited.lost and edited.is_of_copies:
-        return Sums(by_hand=True)
+        is_unlike = is_hidden and not edited.is_plausible
+        return Sums(untold=True, unlike=True) if is_unlike else Sums(by_hand=True)
     if lost:
         found = _judge_lost(members, lost, typical_k, longest, stepped_in)
-        is_untold = found.fault and edited and (edited.is_blank or not edited.tells)
-        return Sums(untold=True) if is_untold else found
+        is_untold = found.fault and edited and (is_hidden or edited.is_blank or not edited.tells)
+        return Sums(untold=True, unlike=edited.tells) if is_untold and edited else found
     if unequal := _judge_parameters(members):
         return unequal
     if len(members.required) > 1 and any(members.moved(i) for i in members.required):
@@ -397,6 +442,47 @@ def _judge_by_hand(members: Members) -> Sums | None:
     return None
 
 
+MOST_LEFT = 0.25
+"""The share of an edited `.grad` that no sum of the passes explains, from which on they are not told from chance."""
+FEWEST_KEPT = 3
+"""Gradients put together by hand whose coefficients may show a factor between neighbours: two tasks may have any."""
+
+
+def _judge_kept(members: Members) -> Sums | None:
+    """Judge gradients that the program has kept and put together: a sum that is rescaled each time.
+
+    The coefficients of tasks are the program's. Passes of one line that reach the same parameters
+    are micro-batches, and of their coefficients 2, the number of passes, and one over these are
+    what adding a buffer to itself or dividing it each time gives.
+    """
+    window, r = members.window, len(members.required)
+    terms = {
+        tuple(term.expression for term in record.terms)
+        for i in members.required
+        for record in window.passes[i].records
+    }
+    reached = {
+        frozenset(record.arrivals) for i in members.required for record in window.passes[i].records
+    }
+    if r < FEWEST_KEPT or len(members.places(members.required)) > 1 or len(terms | reached) > 2:
+        return None
+    values = [members.mean[i] for i in members.required]
+    if not all(values) or not is_alike(window):
+        return None
+    tolerance = max(1e-3, 4 * window.error)
+    ratios = [a / b for a, b in pairwise(values)]
+    fitting = [
+        one
+        for one in (1.0, 2.0, 0.5, float(r), 1.0 / r)
+        if all(near(ratio, one, tolerance) for ratio in ratios)
+    ]
+    # in low precision the coefficients may be known so badly that equal ones fit as well
+    if not fitting or 1.0 in fitting:
+        return None
+    listed = ":".join(f"{value / min(map(abs, values)):.3g}" for value in values)
+    return _fault("rescaled", where=f" (the micro-batches weigh {listed})")
+
+
 def _judge_lost(
     members: Members,
     lost: Sequence[int],
@@ -408,6 +494,8 @@ def _judge_lost(
     window = members.window
     kept = [i for i in members.required if i not in lost]
     elsewhere = not members.places(lost) & members.places(kept)
+    if stopped := _stopped(members, lost, kept):
+        return _excuse("window-given-up", stopped, window)
     if window.not_finite & set(lost):
         return _excuse("reset-non-finite", "gradients were not finite, and were reset", window)
     if elsewhere and all(set(window.passes[i].consumers) - {window.optimizer} for i in lost):
@@ -448,25 +536,38 @@ def _judge_lost(
         # no step came in this round of the outer loop: not the rest of an epoch, but a window that
         # was given up
         said = (
-            f"a window was given up before its end{_resets(members, lost)}: its micro-batches"
+            f"a window was given up before its end{_resets(members, lost) or ''}: its micro-batches"
             " are in no step"
         )
         return _excuse("window-given-up", said, window)
     if _is_rest_of_epoch(window, lost, kept, typical_k, longest):
         fault = tail_dropped(len(lost))
-        return Sums(replace(fault, sentence=fault.sentence + _resets(members, lost)))
+        return Sums(replace(fault, sentence=f"{fault.sentence}{_resets(members, lost) or ''}"))
     anew = len(kept) > 1 and max(lost) < min(kept) and weigh_one(window, used_of(window))
     if anew and is_tried(window.passes[max(lost)].site):
         # what is left is a whole mean: the rest of a window that is reset inside would weigh less
         said = (
-            f"a window was begun anew{_resets(members, lost)}: what went backward before is in"
+            f"a window was begun anew{_resets(members, lost) or ''}: what went backward before is in"
             " no step"
         )
         return _excuse("window-begun-anew", said, window)
     hit = {k for i in lost for k, c in members.by_parameter[i] if abs(c) < NEGLIGIBLE}
     whole = all(abs(c) < NEGLIGIBLE for i in lost for _, c in members.by_parameter[i])
     seen = "dropped" if kept and max(lost) > min(kept) else "last passes"
-    return _fault(seen, keys=() if whole else [*hit], where=_resets(members, lost))
+    return _fault(seen, keys=() if whole else [*hit], change=_resets(members, lost))
+
+
+def _stopped(members: Members, lost: Sequence[int], kept: Sequence[int]) -> str | None:
+    """Say that a window was given up on purpose: its reset stands before a `break` or a `return`."""
+    if not kept or max(lost) > min(kept):
+        return None
+    change = _resets(members, lost)
+    if change is None or change.line is None or not is_given_up(change.line):
+        return None
+    return (
+        f"an update was stopped before its end (`.grad` was reset at {change.line}, and its loop was"
+        f" left): {counted(len(lost), 'micro-batch')} of it are in no step"
+    )
 
 
 def tail_dropped(lost: int) -> StepFault:
@@ -544,32 +645,38 @@ def _is_rest_of_epoch(
     return 1 < longest >= len(lost) or bool(typical_k and len(lost) < typical_k == len(kept))
 
 
-def _resets(members: Members, lost: Sequence[int]) -> str:
-    """Say where the gradient that was lost was reset: where it was let go, or the lines that may
+def _resets(members: Members, lost: Sequence[int]) -> Change | None:
+    """Return where the gradient that was lost was reset: where it was let go, or the lines that may
     have done it.
     """
     window, number = members.window, max(lost)
     after = next((seen.records[0] for i, seen in window.passes.items() if i > number), None)
-    if after is None or after.reset:
-        return f" (`.grad` was reset at {after.reset.line})" if after and after.reset else ""
-    return _lines(window, number, after, is_reset, "reset")
+    if after is None:
+        return None
+    if after.reset:
+        return Change("reset", [str(after.reset)])
+    return _between(window, number, after, is_reset, "reset")
 
 
-def _edits(members: Members) -> str:
-    """Say where `.grad` may have been edited between the passes."""
+def _edits(members: Members) -> Change | None:
+    """Return where `.grad` may have been edited between the passes."""
     window, passes = members.window, members.required
     if len(passes) < 2:
-        return ""
-    return _lines(window, passes[0], window.passes[passes[-1]].records[0], is_edit, "changed")
+        return None
+    return _between(window, passes[0], window.passes[passes[-1]].records[0], is_edit, "edit")
 
 
-def _lines(
-    window: StepWindow, number: int, after: PassRecord, is_one: Callable[[ast.AST], bool], done: str
-) -> str:
+def _between(
+    window: StepWindow,
+    number: int,
+    after: PassRecord,
+    is_one: Callable[[ast.AST], bool],
+    what: Literal["reset", "edit"],
+) -> Change | None:
     before = window.passes[number].records[0]
     same_loop = before.loop is not None and before.loop == after.loop
     lines = lines_between(is_one, before.place, after.place, window.step.place, same_loop=same_loop)
-    return f" (`.grad` was {done} at {' or '.join(lines)})" if 0 < len(lines) <= MOST_LINES else ""
+    return Change(what, lines) if 0 < len(lines) <= MOST_LINES else None
 
 
 def _judge_parameters(members: Members) -> Sums | None:
@@ -589,8 +696,8 @@ def _judge_parameters(members: Members) -> Sums | None:
                 if any(abs(c) < NEGLIGIBLE for _, c in members.by_parameter[i])
             ]
             keys = [key for key, c in off.items() if abs(c) < NEGLIGIBLE]
-            return _fault("last passes", key, keys=keys, where=_resets(members, lost))
-        return _fault("rescaled", key, where=_edits(members))
+            return _fault("last passes", key, keys=keys, change=_resets(members, lost))
+        return _fault("rescaled", key, change=_edits(members))
     # what was set to None after the last pass lacks all passes alike, as what was zeroed there does
     missing = members.missing_parameters()
     if missing or members.window.removed:
@@ -602,9 +709,10 @@ def _judge_parameters(members: Members) -> Sums | None:
         fault = OF_SUMS[
             "rescaled" if max(ratios) - min(ratios) < 2e-3 * max(ratios) else "not a sum"
         ]
-        sentence = f"{fault.sentence} (factors between the passes: {listed}){_edits(members)}"
+        change = _edits(members)
+        sentence = f"{fault.sentence} (factors between the passes: {listed}){change or ''}"
         # a running mean rescales the sum on purpose: what the losses weigh together decides
-        return Sums(replace(fault, sentence=sentence), may_be_right=True)
+        return Sums(replace(fault, sentence=sentence, change=change), may_be_right=True)
     return None
 
 

@@ -16,9 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 from gradcheck_suite.auditing.loss_terms import Term
 from gradcheck_suite.auditing.modes import Apart
@@ -99,8 +100,23 @@ MEAN = 1
 
 Edge = tuple[Any, int]
 """A node and the index of its output."""
-Numbers = tuple[tuple[str, torch.Tensor], ...]
-"""What something is multiplied or divided by: the name of the node, and the number."""
+
+
+class Number(NamedTuple):
+    """What something is multiplied or divided by.
+
+    Attributes:
+        name: of the node.
+        value: the number.
+        line: where the program does it, where the node has kept its stack; else None.
+    """
+
+    name: str
+    value: torch.Tensor
+    line: str | None
+
+
+Numbers = tuple[Number, ...]
 
 
 def kind(node: Any) -> str:
@@ -276,6 +292,11 @@ def _valid(node: Any) -> torch.Tensor | None:
     return None
 
 
+def _line_of(node: Any) -> str | None:
+    """Return the line that has made a node, where it has kept its stack."""
+    return in_trace(node.metadata.get("traceback_", ()))
+
+
 def _by(name: str, number: torch.Tensor) -> float:
     """Return the factor that a product or a quotient with a number is."""
     by = float(number)
@@ -341,7 +362,11 @@ class _Found:
         if term.mean:
             own = counts.get("counted", counts.get("elements", 0.0))
             weight = weight / own if own else float("nan")
-        term.factors = tuple(_by(*one) for one in self.above)
+        term.factors = tuple(_by(one.name, one.value) for one in self.above)
+        term.by_data = any(
+            one.value.is_floating_point() and one.value.dtype != torch.float64 for one in self.above
+        )
+        term.divisions = frozenset(one.line for one in self.above if one.line is not None)
         term.factor = prod(_by(*one) for one in self.numbers_below)
         if (each := self.seen.get("items")) is not None:
             weights, below = _Weights(each), self.inner[self.outside :]
@@ -484,7 +509,7 @@ class Reader:
             if not one:
                 break
             if name in ("Div", "Mul") and (number := _number(node)) is not None:
-                above = *above, (name, number)
+                above = *above, Number(name, number, _line_of(node))
             node, index = inputs[0]
         return self._end(node, index, above, name, inputs)
 
@@ -615,7 +640,7 @@ class Reader:
 
     def _add(self, found: _Found, node: Any, index: int) -> None:
         found.node, found.has_dimension = node, bool(_shape(node, index))
-        found.term.line = in_trace(node.metadata.get("traceback_", ()))
+        found.term.line = _line_of(node)
         self.found.append(found)
         self._hook(node, found, "arrived", index)
 
@@ -715,6 +740,68 @@ def used_at(nodes: Iterable[Any]) -> dict[int, str]:
         line = in_trace(node.metadata.get("traceback_", ()))
         found |= {id(one.variable): line for one in below if line and is_leaf(one)}
     return found
+
+
+CALL = f"{MARK} call"
+"""Where a node that gives the output of a recorded call keeps the nodes of its inputs."""
+
+
+def mark_call(outputs: Iterable[torch.Tensor], inputs: Iterable[Any]) -> None:
+    """Mark the nodes of the outputs of a recorded call, so that what is outside of it is known."""
+    below = [
+        torch.autograd.graph.get_gradient_edge(value).node
+        for value in inputs
+        if isinstance(value, torch.Tensor) and value.requires_grad
+    ]
+    for node in (output.grad_fn for output in outputs):
+        metadata: dict[Any, Any] = node.metadata  # type: ignore[union-attr, assignment]
+        metadata[CALL] = below
+
+
+@dataclass(frozen=True)
+class Outside:
+    """What a gradient passes that is part of no recorded call.
+
+    Attributes:
+        leaves: the tensors that it reaches.
+        functions: the classes of custom functions on the way.
+        reenters: whether there are functions in Python, torch's own included, whose backward may
+            start further passes.
+    """
+
+    leaves: Sequence[torch.Tensor] = ()
+    functions: frozenset[type] = frozenset()
+    reenters: bool = False
+
+    def __add__(self, other: Outside) -> Outside:
+        return Outside(
+            [*self.leaves, *other.leaves],
+            self.functions | other.functions,
+            self.reenters or other.reenters,
+        )
+
+
+def outside_of_calls(nodes: Iterable[Any]) -> Outside:
+    """Return what is below some nodes and inside of no recorded call."""
+    stack = [node for node in nodes if node is not None]
+    leaves, kinds, seen = list[torch.Tensor](), set[type](), set[Any]()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if is_leaf(node):
+            leaves.append(node.variable)
+            continue
+        inputs = node.metadata.get(CALL)
+        if inputs is not None and node not in inputs:
+            stack += inputs
+            continue
+        if isinstance(node, BackwardCFunction):
+            kinds.add(vars(type(node))["_forward_cls"])
+        stack += [below for below, _ in node.next_functions]
+    own = frozenset(kind for kind in kinds if not kind.__module__.startswith("torch."))
+    return Outside(leaves, own, bool(kinds))
 
 
 def joined_share(join: Any) -> tuple[float, int]:

@@ -4,6 +4,7 @@ window are.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ import numpy as np
 from gradcheck_suite.auditing import weights as reading_weights
 from gradcheck_suite.auditing.places import Place
 from gradcheck_suite.auditing.replay import Seen, Source, StepWindow, near
-from gradcheck_suite.auditing.sums import OF_SUMS, StepFault
+from gradcheck_suite.auditing.sums import OF_SUMS, Change, StepFault
 from gradcheck_suite.auditing.weights import (
     ACROSS_SITES,
     MEAN_OF_MEANS,
@@ -167,6 +168,10 @@ def judge_weights(
             result.steps.add(one.window.number)
             result.violations.append(violation_of(fault, one.window, one.window.where))
             continue  # of a loss that goes backward twice no weight says anything
+        if fault := _unequal_replays(one):
+            result.steps.add(one.window.number)
+            result.violations.append(violation_of(fault, one.window, one.window.where))
+            continue
         unreadable, partial = _note_unknown(one, found, result, name_of)
         if one.length == 1 or ((found or partial) and not unreadable):
             result.steps.add(one.window.number)
@@ -214,7 +219,19 @@ def _objectives_of(
     totals = {total for objective in found[0] for total in objective.coefficients.values()}
     is_part = any(near(one.factor, share, 1e-5) for share in shares.union(taken_out))
     is_divided_again = any(near(total, share, 1e-5) for total in totals for share in shares)
-    return found[0] if is_part or is_divided_again or _are_right(found[0]) else found[-1]
+    takes_out = len(found) > 1 and any(map(_weighs_one, found[0]))
+    is_weight = is_part or is_divided_again or takes_out or _are_right(found[0])
+    return found[0] if is_weight else found[-1]
+
+
+def _weighs_one(objective: Objective) -> bool:
+    """Return whether unequal weights weigh 1 together: what was multiplied into the loss, such as a
+    scale against underflow, is taken out after the last pass.
+    """
+    if objective.status != UNEQUAL or objective.named is None:
+        return False
+    masses = zip(objective.weights, objective.counts_of(objective.count), strict=True)
+    return near(sum(weight * count for weight, count in masses), 1.0, objective.tolerance)
 
 
 def _are_right(found: Sequence[Objective]) -> bool:
@@ -235,6 +252,34 @@ PARTIAL = (
     "the loss sees items through which no gradient flows, and is no sum over the window's"
     " micro-batches"
 )
+
+
+def _unequal_replays(one: Pending) -> StepFault | None:
+    """Return the fault of one loss over cached items that weighs another number in each pass.
+
+    Each pass has the whole loss, and lets the gradient through to its own items: these weigh what
+    the loss weighs there.
+    """
+    weights = defaultdict[tuple[str, ...], list[float]](list)
+    for rank, index in sorted(one.coefficients):
+        record = one.window.passes[index].records[rank]
+        partial = [term for term in record.terms if term.partial and not term.opaque]
+        if len(partial) != len(record.terms):
+            return None
+        for term in partial:
+            whole = (term.weight or 0.0) * term.counts.get(term.own, 0.0)
+            weights[term.expression].append(whole * one.coefficients[rank, index])
+    if len({one.window.passes[index].site for _, index in one.coefficients}) != 1:
+        return None
+    for found in weights.values():
+        if len(found) == one.length > 1 and not near(min(found), max(found), 1e-3):
+            listed = ", ".join(f"{weight:.4g}" for weight in found[:6])
+            sentence = (
+                "each pass computes the whole loss of the window, with a gradient to some of its"
+                f" items, and the loss weighs another number in each ({listed}), so that items do"
+            )
+            return StepFault("unrecognised-weights", sentence)
+    return None
 
 
 def read_joined(passes: Mapping[int, Seen], sources: Iterable[Source]) -> None:
@@ -347,6 +392,8 @@ def violation_of(
 ) -> Violation:
     """Return the violation that a fault of a window is."""
     package = (window.step.trainer or "").partition(".")[0]
+    loss = place_of_loss(window, where)
+    line = fault.change.line if fault.change else None
     return Violation(
         kind=fault.kind,  # type: ignore[arg-type]
         diagnosis=fault.name,
@@ -355,7 +402,9 @@ def violation_of(
         found_after=window.number + 1,
         step=window.number,
         command="audit",
-        where=place_of_loss(window, where),
+        where=line or loss,
+        change=fault.change.what if fault.change and line else None,
+        loss=loss if line else None,
         backward=str(window.where) if window.passes else None,
         stepped=str(window.step.place),
         parameter=parameter,
@@ -406,9 +455,25 @@ def _of_weights(fault: StepFault, use: Use, rows: tuple[Weight, ...]) -> Violati
     share = "less than 1%" if error < 0.01 else f"{100 * error:.3g}%"
     fault = replace(fault, sentence=f"{fault.sentence} (weights are off by up to {share})")
     allowed = max(part.tolerance for part in use.objective.parts)
-    violation = violation_of(fault, use.window, use.objective.place)
-    where = use.objective.line if use.alone else violation.where
-    return replace(violation, where=where, error=error, allowed=allowed, weights=rows)
+    loss = use.objective.line if use.alone else place_of_loss(use.window, use.objective.place)
+    change = _division(fault, use, loss)
+    violation = violation_of(replace(fault, change=change), use.window, use.objective.place)
+    found = replace(violation, error=error, allowed=allowed, weights=rows)
+    return replace(found, loss=loss) if change else replace(found, where=loss)
+
+
+OF_OTHER_LINES = frozenset({"loss-scale", "growing", "begun-anew", "varying"})
+"""Causes of a wrong weight that are at no division of a loss."""
+
+
+def _division(fault: StepFault, use: Use, loss: str) -> Change | None:
+    """Return the line that multiplies or divides the loss, where there is one beside the loss's own."""
+    if use.alone:
+        return None  # others, which are right, may share it
+    lines = {line for part in use.objective.parts for line in part.term.divisions}
+    if len(lines) != 1 or lines == {loss} or OF_OTHER_LINES & {fault.name, *fault.causes}:
+        return None
+    return None if fault.name == "tail-leak" else Change("division", [*lines])
 
 
 def _of_unequal(use: Use, general: Diagnosis | None, *, is_shown: bool) -> Violation:
@@ -515,9 +580,13 @@ def _of_scale(scale: Scale) -> Violation:
     use = scale.use
     total = use.items or 1.0
     times = use.own / scale.expected
-    sentence = (
-        f"every item of the window weighs {times:.6g} times what it should, which is {scale.note}"
-    )
+    share, _, why = scale.note.partition(": ")
+    if why and (whole := re.fullmatch(r"(\d+)(/\d+)?", share)):
+        # the factor is said once, as the fraction that shows where it comes from
+        share = f"{share} of" if whole[2] else f"{share} times"
+        sentence = f"every item of the window weighs {share} what it should: {why}"
+    else:
+        sentence = f"every item of the window weighs {times:.6g} times what it should: {scale.note}"
     if scale.name == "tail-leak":
         sentence += (
             "; the gradient of micro-batches that belong to the window before is still in it"

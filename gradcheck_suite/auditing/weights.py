@@ -92,7 +92,8 @@ class Objective:
     @property
     def line(self) -> str:
         """The line of the loss, or else where it goes backward."""
-        return self.parts[0].term.line or str(self.place)
+        # the first passes of a line may have no stack yet
+        return next((p.term.line for p in self.parts if p.term.line), None) or str(self.place)
 
     @property
     def term(self) -> str:
@@ -109,6 +110,10 @@ class Objective:
     def weights(self) -> list[float]:
         """The weight of an item of each part; negative where its sign is not that of the most."""
         return with_common_sign([part.weight for part in self.parts])
+
+    def counts_of(self, name: str) -> list[float]:
+        """Return what each part counts by one way of counting."""
+        return [part.term.counts.get(name, 0.0) for part in self.parts]
 
     def right(self, tolerance: float = 1e-4) -> bool:
         """Return whether some way of counting makes C equal to 1."""
@@ -780,6 +785,21 @@ def _note_other_count(use: Use, notes: Counter[Found]) -> None:
         notes[finding("other-count", said, use.objective.place, remedy)] += 1
 
 
+def _may_be_divided(use: Use, what: str) -> bool:
+    """Return whether a division by the window's length may be there, though the weights lack it."""
+    r, window = use.length, use.window
+    by_data = any(part.term.by_data for part in use.objective.parts)
+    if (
+        not (use.is_mean or what or by_data)
+        and near(use.items, float(r * r), use.objective.tolerance)
+        and use.objective.is_divided_by(r)
+    ):
+        return True  # of as many items as passes in each: the number may be that of either
+    # what was done to `.grad` after the last pass may be a division, and clipping by hand
+    unknown = window.edit == "free" or window.left < (1 + 1e-3) / r
+    return unknown and window.divided is None
+
+
 USERS = finding("coefficient", "the program's own")
 COEFFICIENT = finding("coefficient", "the loss has a coefficient")
 
@@ -790,11 +810,16 @@ def _either(why: str, cause: str, own: str) -> Found:
     return finding("coefficient", said, remedy=remedy_of("wrong-scale", [cause]))
 
 
-MISCOUNTED = finding(
-    "miscounted",
-    "the loss is divided by a whole number that is none of what it may count, the same for all"
-    " micro-batches of a window: no windows of different counts show the right one",
-)
+def _miscounted(use: Use) -> Found:
+    """Return that the one denominator of a window is none of what its loss may count."""
+    said = (
+        f"the loss is divided by {round(1 / use.objective.weight)}, but it adds up"
+        f" {counted(round(use.items), 'item') if use.items == round(use.items) else f'{use.items:g}'}"
+        " (padding or shifted labels counted?)"
+    )
+    return finding("miscounted", said)
+
+
 CLIPPED = finding(
     "scaled-clipping",
     "the loss is multiplied by the scale of a GradScaler, and `.grad` by less than one over it"
@@ -932,6 +957,30 @@ def _against_other_lengths(
     return None
 
 
+FEWEST_COUNTS = 3
+"""Counts of windows that may show a rule of their denominators: of two, the same rest may be chance."""
+
+
+def _is_off_by_a_count(uses: Sequence[Use]) -> bool:
+    """Return whether each window's denominator is its count and a rest, which is the same in all or
+    goes with something else that is counted, such as one target for each row.
+
+    A denominator that follows no count, as the number of boxes of a detector, is the program's.
+    """
+    if len({use.items for use in uses}) < FEWEST_COUNTS or any(
+        u.objective.weight <= 0 for u in uses
+    ):
+        return False
+    rests = [round(1 / use.objective.weight) - use.items for use in uses]
+    names = set.intersection(*(set(use.objective.counts) for use in uses)) - {uses[0].count}
+    others = [[sum(use.objective.counts[name]) for use in uses] for name in sorted(names)]
+    for counts in ([1.0] * len(uses), [float(use.length) for use in uses], *others):
+        shares = [rest / count if count else 0.0 for rest, count in zip(rests, counts, strict=True)]
+        if shares[0] and all(near(share, shares[0], 1e-6) for share in shares):
+            return True
+    return False
+
+
 def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | Found | None:
     """Recognise a C that is r, 1/r, the number of ranks or one over it, or a wrong count.
 
@@ -992,6 +1041,7 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | Found | Non
             # of a coefficient that changes from step to step, one value may be any number
             changes = any(u.length == r and not u.right and u not in fitting for u in uses)
             unclear = is_small if why == again else is_divided and cause == "not-divided"
+            unclear |= cause == "not-divided" and _may_be_divided(use, what)
             if use.others or changes or unclear:
                 return _either(why, cause, "the objective has it")
             times *= r**power
@@ -1012,5 +1062,7 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | Found | Non
     shown = len({u.items for u in uses if u.right and u.length > 1}) > 1
     if not integer or divisor <= 2 or not varies:
         return None
+    shown = shown or _is_off_by_a_count(uses)
     note = f"each weighs 1/{round(divisor)}, where {use.items:g} count"
-    return Scale(use, note, "", WRONG_COUNT) if shown else MISCOUNTED
+    # one sentence for the run, with the numbers of its first window
+    return Scale(use, note, "", WRONG_COUNT) if shown else _miscounted(uses[0])

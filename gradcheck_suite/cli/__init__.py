@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import Any
 
 from gradcheck_suite.cli import exit_status
-from gradcheck_suite.cli.arguments import BadUsageError, Parser, top_parser
+from gradcheck_suite.cli.arguments import BadUsageError, Parser, set_python_path, top_parser
 from gradcheck_suite.cli.exit_status import (
     BAD_USAGE,
     HOLDS,
@@ -96,11 +96,11 @@ PROGRAM = Program(
     "Does this training loop hand its optimizer the gradient it should?",
     {
         "verify": Command(
-            "verify loops on random cases; without one, every built-in reset mode",
+            "verify loops on random cases; without LOOP, the built-in ones",
             "gradcheck_suite.cli.verify",
             (
-                "verify                                    every built-in reset mode",
-                "verify my_loop.py:train                   a loop of your own, on random models",
+                "verify                   every built-in reset mode",
+                "verify my_loop.py:train  a loop of your own, on random models",
                 "verify my_loop.py:train --problem my_model.py:PROBLEM",
                 "verify my_loop.py:train -x -n 50 --assume equal-micro-batches",
             ),
@@ -119,7 +119,7 @@ PROGRAM = Program(
             "run a training script as it is, and judge its optimizer steps",
             "gradcheck_suite.cli.audit",
             (
-                "audit train.py --epochs 1                 what follows the script belongs to it",
+                "audit train.py --epochs 1  --epochs 1 is passed to the script",
                 "audit -n 20 -x --html audit.html train.py",
                 "audit -m package.train",
             ),
@@ -131,7 +131,7 @@ PROGRAM = Program(
             passes_on=True,
         ),
         "port": Command(
-            "is this JAX model the torch model: outputs, gradients, updates; where and why not",
+            "compare a JAX port with its torch original: outputs and gradients",
             "gradcheck_suite.cli.port",
             ("port my_port.py:pair", "port my_port.py:pair --map --json port.json"),
             {HOLDS: "the two are the same in all that was compared", VIOLATED: "they differ"},
@@ -139,7 +139,7 @@ PROGRAM = Program(
         "trainers": Command(
             "ask every installed trainer on which plans it holds",
             "gradcheck_suite.cli.trainers",
-            ("trainers --list", "trainers accelerate --exit-zero"),
+            ("trainers --list", "trainers accelerate -n 50 --exit-zero"),
             {**JUDGED, VIOLATED: "some trainer is violated (0 with --exit-zero)"},
         ),
         "campaign": Command(
@@ -153,7 +153,10 @@ PROGRAM = Program(
             "build one page from the records: HTML, Markdown and JSON",
             "gradcheck_suite.cli.report",
             ("report", "report --compare OLD NEW"),
-            {HOLDS: "the page is written, or the runs are compared"},
+            {
+                HOLDS: "the page is written, or the runs are compared",
+                VIOLATED: "the same, without records or cases that are damaged",
+            },
         ),
         "doctor": Command(
             "say what is installed and what can run here",
@@ -191,6 +194,7 @@ def run(argv: Sequence[str], program: Program = PROGRAM) -> int:
             passes_on = program.commands[command].passes_on
             arguments = parser.parse_args(rest) if passes_on else parser.parse_intermixed_args(rest)
             parsed = True
+            set_python_path()
             with (
                 noted_interrupts(),
                 ends_with(lambda status: _ended(called, f"os._exit({status})")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import sys
 import textwrap
 import tomllib
 from argparse import ArgumentTypeError, Namespace
@@ -43,6 +44,14 @@ class BadUsageError(Exception):
     """The arguments are wrong; the message is one line."""
 
 
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Break the text of an option at spaces alone: what it names, such as `even-ranks`, is copied."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        words = " ".join(text.split())
+        return textwrap.wrap(words, width, break_long_words=False, break_on_hyphens=False)
+
+
 class Parser(argparse.ArgumentParser):
     """An `ArgumentParser` that raises in place of printing its usage, and takes no abbreviations."""
 
@@ -51,9 +60,7 @@ class Parser(argparse.ArgumentParser):
         # description
         width = shutil.get_terminal_size().columns - 2
         settings["description"] = textwrap.fill(settings.get("description") or "", width)
-        super().__init__(
-            allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **settings
-        )
+        super().__init__(allow_abbrev=False, formatter_class=_Formatter, **settings)
 
     def error(self, message: str) -> NoReturn:
         """Raise `BadUsageError`; if an option is unknown, suggest a similar one."""
@@ -115,8 +122,8 @@ def add_framework(parser: Parser, names: tuple[str, ...]) -> None:
         type=one_of(names),
         metavar="NAME",
         help=(
-            f"{', '.join(names)}: what loops without a decorator are written in, and whose reset"
-            " modes are verified where no loop is named (default: torch)"
+            f"{', '.join(names)}: framework of undecorated loops; without LOOP, whose reset modes"
+            " to verify (default: torch)"
         ),
     )
 
@@ -180,12 +187,35 @@ def _configured(one: Option, value: Any, folder: Path) -> Any:
     """
     if one.repeatable and not isinstance(value, list):
         raise UsageError(f"expected a list, with {one.values.expected}; got {value!r}")
-    if one.values is PATH and isinstance(value, str) and value:
-        value = Path(os.path.relpath(folder / value))
+    if one.values is PATH:
+        value = (
+            [_path_in(folder, each) for each in value]
+            if one.repeatable
+            else _path_in(folder, value)
+        )
     checked = one.checked(value)
     if one.values is ACCEPTED:
         return tuple(replace(entry, file=os.path.relpath(folder / entry.file)) for entry in checked)
     return checked
+
+
+def _path_in(folder: Path, value: Any) -> Any:
+    """Return a path as seen from the working directory; what is none is left to the check."""
+    is_path = isinstance(value, str) and value
+    return Path(os.path.relpath(folder / value)) if is_path else value
+
+
+def set_python_path() -> None:
+    """Put the folders that `pythonpath` names in front of Python's path.
+
+    Raises:
+        UsageError: the file cannot be read, or one of them is no folder.
+    """
+    for folder in reversed(configured(OutputOptions).get("pythonpath", ())):
+        if not folder.is_dir():
+            raise UsageError(f"pythonpath of {CONFIGURED}: there is no folder {folder}")
+        if (path := str(folder.resolve())) not in sys.path:
+            sys.path.insert(0, path)
 
 
 # Options on the command line.
@@ -198,8 +228,8 @@ class OutputOptions(Options):
     output_format: str = option(
         "text",
         values_of(FORMATS),
-        "print on standard output nothing but a document that programs read, and all else on"
-        " standard error: json (as --json), github (annotations), sarif (2.1.0)",
+        "write a machine-readable document to standard output, and everything else to standard"
+        " error: json (as --json), github (annotations), sarif (2.1.0)",
         "--output-format",
         metavar="FORMAT",
     )
@@ -212,8 +242,7 @@ class OutputOptions(Options):
     html: Path | None = option(
         None,
         PATH,
-        "write a page on each violation here, one HTML file, and open it if a desktop's terminal"
-        " runs the command",
+        "write an HTML page with all violations to PATH; opens it when run from a desktop terminal",
         "--html",
         metavar="PATH",
     )
@@ -228,6 +257,14 @@ class OutputOptions(Options):
             " verify go to ./reports"
         ),
         in_project=True,
+    )
+    pythonpath: tuple[Path, ...] = option(
+        (),
+        PATH,
+        "folders put on Python's path before your code is imported, such as src",
+        repeatable=True,
+        in_project=True,
+        project_key="pythonpath",
     )
     baseline: tuple[Accepted, ...] = option(
         (),
@@ -360,11 +397,21 @@ def add_number(
     what: str,
     read: Callable[[str], int] = positive_integer,
     metavar: str | None = "N",
+    short: str = "",
 ) -> None:
     """Add an option that takes a whole number; its help ends with the default."""
     parser.add_argument(
-        flag, type=read, default=default, metavar=metavar, help=f"{what} (default %(default)s)"
+        *filter(None, (short, flag)),
+        type=read,
+        default=default,
+        metavar=metavar,
+        help=f"{what} (default %(default)s)",
     )
+
+
+def add_quiet(parser: Parser, help: str) -> None:
+    """Add `-q`, `--quiet` to a command that has no `OutputOptions`."""
+    parser.add_argument("-q", "--quiet", action="store_true", help=help)
 
 
 def add_rows(parser: Parser) -> None:

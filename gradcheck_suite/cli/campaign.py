@@ -247,9 +247,19 @@ def merged_result(parts: Sequence[Json]) -> Json:
         "moved_by_zeros": (
             {**moved[0], "cases": sum(part["cases"] for part in moved)} if moved else None
         ),
+        **_accepted_in(parts),
         "shrinking": (first or parts[0])["shrinking"],
         "violation": violation,
     }
+
+
+def _accepted_in(parts: Sequence[Json]) -> Json:
+    """Return the accepted faults of all shards, the first of each name, under their field."""
+    found: dict[str, Json] = {}
+    for part in parts:
+        for fault in part.get("accepted", ()):
+            found.setdefault(fault["diagnosis"], fault)
+    return {"accepted": list(found.values())} if found else {}
 
 
 def results_of(campaign: Campaign, shards: Shards) -> list[Json]:
@@ -272,7 +282,9 @@ def line(result: Json) -> str:
         if violation
         else result["verdict"]
     )
-    return f"{result['loop']}  {verdict}  {result['cases']:,} cases"
+    accepted = ", ".join(fault["diagnosis"] for fault in result.get("accepted", ()))
+    more = f"  accepted: {accepted}" if accepted else ""
+    return f"{result['loop']}  {verdict}  {result['cases']:,} cases{more}"
 
 
 def status_of(results: Sequence[Json], *, violated: bool = False) -> int:
@@ -330,6 +342,14 @@ def add_arguments(parser: Parser, kinds: Iterable[str] = tuple(KINDS)) -> None:
         metavar="ADDR",
         help="with --engine ray: the cluster to join, in place of a local one",
     )
+    parsers.add_quiet(parser, "print each verdict in one line, and no more")
+    parser.add_argument(
+        "-n",
+        "--examples",
+        type=parsers.positive_integer,
+        metavar="N",
+        help="cases, as --examples of the command (default: the command's own)",
+    )
     parsers.add_json(parser, "the merged results")
     where = f"the records go to DIR/records, and until then the shards to DIR/{FOLDER}"
     parsers.add_reports(parser, where, Path("reports"))
@@ -353,13 +373,17 @@ def run_campaign(arguments: argparse.Namespace, kinds: Mapping[str, Kind], progr
         raise UsageError("--address needs --engine ray")
     parsers.expect_writable(arguments.reports, FOLDER, json=arguments.json)
     environment.set_variables()
-    campaign = cut_up(arguments.what, arguments.rest, kinds, program)
+    rest = list(arguments.rest)
+    if arguments.examples is not None:
+        rest = [*rest, "--examples", str(arguments.examples)]
+    campaign = cut_up(arguments.what, rest, kinds, program)
     shards = Shards(arguments.reports / FOLDER / campaign.key)
     numbers = range(len(campaign.shards))
     waiting = [number for number in numbers if not shards.done(number)]
     done = len(numbers) - len(waiting)
     before = f", {done} of them done before" if done else ""
-    print(f"{counted(len(numbers), 'shard')} of {arguments.what}{before}", flush=True)
+    if not arguments.quiet:
+        print(f"{counted(len(numbers), 'shard')} of {arguments.what}{before}", flush=True)
     engine = (
         partial(run_on_ray, address=arguments.address) if arguments.engine == "ray" else run_locally
     )
@@ -386,7 +410,7 @@ def run_campaign(arguments: argparse.Namespace, kinds: Mapping[str, Kind], progr
     merge(shards, numbers, arguments.reports, found.copied)
     if found.record is not None:
         kind, data = found.record
-        command = f"{program.name} {shlex.join([FOLDER, arguments.what, *arguments.rest])}"
+        command = f"{program.name} {shlex.join([FOLDER, arguments.what, *rest])}"
         append_record(arguments.reports, kind, data, environment=about, command=command)
     write_document(arguments.json, about, found.document)
     shards.remove()

@@ -12,6 +12,7 @@ from gradcheck_suite.cli.loading import (
     resolve_loop,
     resolve_problem,
 )
+from gradcheck_suite.cli.progress import Progress
 from gradcheck_suite.core.contract import is_jax
 from gradcheck_suite.core.options import VerifyOptions
 from gradcheck_suite.core.records import KINDS, append_record, write_document
@@ -29,8 +30,8 @@ def add_arguments(parser: parsers.Parser) -> None:
         nargs="*",
         metavar="LOOP",
         help=(
-            "names of trainers, or loops of one's own as FILE.py:NAME or package.module:NAME;"
-            " without one, all trainers that are installed"
+            "names of trainers, or loops of your own as FILE.py:NAME or package.module:NAME;"
+            " without LOOP, all trainers that are installed"
         ),
     )
     parsers.add_problem(parser)
@@ -40,7 +41,7 @@ def add_arguments(parser: parsers.Parser) -> None:
         help="ask hf-trainer alone, about models of transformers with different heads",
     )
     parser.add_argument("--list", action="store_true", help="print the trainers and stop")
-    parsers.add_number(parser, "--examples", 20, "cases drawn for each question")
+    parsers.add_number(parser, "--examples", 20, "cases drawn for each question", short="-n")
     parser.add_argument(
         "--seed", type=parsers.seed, default=0, metavar="S", help="default %(default)s"
     )
@@ -49,6 +50,7 @@ def add_arguments(parser: parsers.Parser) -> None:
         action="store_true",
         help="status 0 also where a trainer is violated: that is an answer too",
     )
+    parsers.add_quiet(parser, "print each answer in one line, and no more")
     parsers.add_json(parser, "the answers")
     parsers.add_reports(parser, "each answer is recorded in DIR/records")
 
@@ -80,32 +82,38 @@ def run(arguments: Namespace) -> int:
         for of_jax, dtype in dtypes.items()
     )
     asked = f"up to {arguments.examples} cases for each question, seed {arguments.seed}, {on}"
-    print(f"{about_what}: {asked}", flush=True)
+    if not arguments.quiet:
+        print(f"{about_what}: {asked}", flush=True)
     answers = []
-    try:
-        for trainer in trainers:
-            own = trainer.questions if problem is None else on_problem(arguments.problem)
-            for question in model_questions() if arguments.heads else own:
-                answer = ask(
-                    trainer,
-                    question,
-                    examples=arguments.examples,
-                    seed=arguments.seed,
-                    problem=problem,
+    with Progress(examples=arguments.examples) as progress:
+        try:
+            for trainer in trainers:
+                own = trainer.questions if problem is None else on_problem(arguments.problem)
+                for question in model_questions() if arguments.heads else own:
+                    progress.start(f"{trainer.name}: {question.name}")
+                    answer = ask(
+                        trainer,
+                        question,
+                        examples=arguments.examples,
+                        seed=arguments.seed,
+                        problem=problem,
+                        progress=progress.advance,
+                    )
+                    progress.stop()
+                    if answer.result is not None and answer.result.interrupted:
+                        raise KeyboardInterrupt
+                    answers.append(answer)
+                    print(line(answer), flush=True)
+                    append_record(
+                        arguments.reports, KINDS["trainer"], answer.to_json(), environment=about
+                    )
+        finally:
+            if answers:
+                write_document(
+                    arguments.json, about, {"answers": [answer.to_json() for answer in answers]}
                 )
-                if answer.result is not None and answer.result.interrupted:
-                    raise KeyboardInterrupt
-                answers.append(answer)
-                print(line(answer), flush=True)
-                append_record(
-                    arguments.reports, KINDS["trainer"], answer.to_json(), environment=about
-                )
-    finally:
-        if answers:
-            write_document(
-                arguments.json, about, {"answers": [answer.to_json() for answer in answers]}
-            )
-    print("\n".join(closing(answers)), flush=True)
+    if not arguments.quiet:
+        print("\n".join(closing(answers)), flush=True)
     if arguments.exit_zero:
         return exit_status.HOLDS
     if all(answer.result is None for answer in answers):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -287,9 +288,26 @@ def file_lines(
     ]
 
 
-def summary(results: Sequence[Result], asked: int, *, interrupted: bool) -> str:
-    """Return the last line: how many loops hold."""
+def summary(
+    results: Sequence[Result], asked: int, *, interrupted: bool, examples: int | None = None
+) -> str:
+    """Return the last line: how many loops hold.
+
+    Args:
+        results: of the loops that were verified.
+        asked: number of loops.
+        interrupted: whether Ctrl-C ended the run.
+        examples: cases that were asked for, of a run of one loop.
+    """
     violated = [result.loop for result in results if result.violations]
+    if interrupted and asked == 1:
+        cases = results[0].cases if results else 0
+        of = (
+            counted(cases, "case")
+            if examples is None
+            else f"{cases} of {counted(examples, 'case')}"
+        )
+        return f"interrupted after {of}: {'violated' if violated else 'no violation so far'}"
     complete = [result for result in results if not result.interrupted]
     if violated:
         text = f"{len(violated)} of {counted(asked, 'loop')} violated: {', '.join(violated)}"
@@ -324,8 +342,8 @@ def add_arguments(parser: parsers.Parser) -> None:
         nargs="*",
         metavar="LOOP",
         help=(
-            "FILE.py:NAME, package.module:NAME, a built-in's or a trainer's name; without one,"
-            " every built-in reset mode"
+            "FILE.py:NAME, package.module:NAME, the name of a built-in loop or a trainer; without"
+            " LOOP, every built-in reset mode"
         ),
     )
     parser.add_argument(
@@ -345,9 +363,8 @@ def add_arguments(parser: parsers.Parser) -> None:
         choices=(1, 2),
         default=environment.processes(),
         help=(
-            "with 2, a second process judges gradients while this one runs the loop on the next"
-            f" cases, with the same verdicts (default: {environment.PROCESSES_VARIABLE}, or 2 where"
-            " there are two processors)"
+            "2: judge in a second process while the loop runs on, with the same verdicts"
+            f" (default: {environment.PROCESSES_VARIABLE}, or 2 where there are two processors)"
         ),
     )
     parser.add_argument(
@@ -363,8 +380,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _list(arguments.ranks)
     wanted = parsed(arguments, OutputOptions)
     wanted.expect_writable()
-    shown = wanted.reports or DEFAULT_REPORTS
-    expect_writable_folder(shown / COUNTEREXAMPLES, f"--reports {shown}")
+    not_stored = _why_not_stored(wanted)
     for text in (*arguments.loops, *filter(None, [arguments.problem])):
         expect_found(text)
     options = parsed(arguments, VerifyOptions)
@@ -375,7 +391,28 @@ def run(arguments: argparse.Namespace) -> int:
     ):
         environment.prepare()
         expect_present("verify")
-        return _verify(arguments, options, output)
+        return _verify(arguments, options, output, not_stored)
+
+
+def _why_not_stored(wanted: OutputOptions) -> str:
+    """Return why counterexamples cannot be stored in the default folder, empty where they can.
+
+    Nobody asked for that folder: a read-only one is no reason not to judge.
+
+    Raises:
+        UsageError: the user named the folder, and nothing can be written there.
+    """
+    folder = (wanted.reports or DEFAULT_REPORTS) / COUNTEREXAMPLES
+    if wanted.reports is not None:
+        expect_writable_folder(folder, f"--reports {wanted.reports}")
+        return ""
+    try:
+        expect_writable_folder(folder, "counterexamples are not stored")
+    except UsageError as error:
+        why = str(error).partition("; choose")[0]
+        print(f"{PROGRAM}: warning: {why}; --reports DIR names another folder", file=sys.stderr)
+        return why
+    return ""
 
 
 def _is_worth_a_process(arguments: argparse.Namespace, options: VerifyOptions) -> bool:
@@ -392,7 +429,9 @@ def _is_worth_a_process(arguments: argparse.Namespace, options: VerifyOptions) -
     return (options.examples or FEW_CASES) * max(len(arguments.loops), 1) >= FEW_CASES
 
 
-def _verify(arguments: argparse.Namespace, options: VerifyOptions, output: Output) -> int:
+def _verify(
+    arguments: argparse.Namespace, options: VerifyOptions, output: Output, not_stored: str
+) -> int:
     subjects = _subjects(arguments, options)
 
     from gradcheck_suite.run.instance import checked_device
@@ -409,7 +448,7 @@ def _verify(arguments: argparse.Namespace, options: VerifyOptions, output: Outpu
     quiet = output.options.quiet
     if not quiet:
         say(lines)
-    done = _Run(output, lines, arguments.stop_on_violation)
+    done = _Run(output, lines, arguments.stop_on_violation, not_stored)
     try:
         _verify_all(subjects, options, about, done)
     finally:
@@ -423,7 +462,8 @@ def _verify(arguments: argparse.Namespace, options: VerifyOptions, output: Outpu
     if unjudged and not violated and not done.interrupted:
         raise UsageError(unjudged[0])
     if not quiet:
-        say([summary(results, len(subjects), interrupted=done.interrupted)])
+        examples = options.of(subjects[0].loop).examples
+        say([summary(results, len(subjects), interrupted=done.interrupted, examples=examples)])
     findings = any(result.findings for result in results)
     return exit_status.status_of(violated=violated, findings=findings, interrupted=done.interrupted)
 
@@ -432,11 +472,14 @@ def _verify(arguments: argparse.Namespace, options: VerifyOptions, output: Outpu
 class _Run:
     """The verifications so far, what was printed on them and stored, and whether Ctrl-C has stopped
     them.
+
+    `not_stored` says why nothing is stored; empty where it is.
     """
 
     output: Output
     lines: list[str]
     stop_on_violation: bool = False
+    not_stored: str = ""
     results: list[Result] = field(default_factory=list)
     stored: list[Path] = field(default_factory=list)
     interrupted: bool = False
@@ -513,6 +556,8 @@ def _keep(
         if quiet
         else lines
     )
+    if done.not_stored:
+        return None
     reports = output.options.reports or output.folder / DEFAULT_REPORTS
     stored = exit_status.attempt(PROGRAM, lambda: store(subject, options, result, reports, about))
     if stored is None:

@@ -16,6 +16,7 @@ from gradcheck_suite.core.findings import Found, finding
 from gradcheck_suite.core.formats import Accepted, Judged, Notice, is_accepted, place_in
 from gradcheck_suite.core.text import (
     aligned,
+    cell_lines,
     counted,
     error_text,
     of_bound,
@@ -167,7 +168,12 @@ class Violation:
             weights.
         step: in an audit, index of the step among all that were seen, from 0; None where none was
             about to come.
-        where: in an audit, `file:line` of the call of the loss, or of what is nearest to the fault.
+        where: in an audit, `file:line` of the line to change: of the call of the loss, or of what
+            `change` names, else of what is nearest to the fault.
+        change: in an audit, what is to be changed at `where`: a `reset`, an `edit`, a `division`;
+            None for the loss.
+        loss: in an audit, `file:line` of the call of the loss where `where` is another one; else
+            None.
         backward: in an audit, `file:line` of the window's last call of backward, or None.
         stepped: in an audit, `file:line` of the call of the optimizer's step, or None.
         to_change: of `verify`, `file:line` of the line that must change, where it is known, or None.
@@ -178,6 +184,7 @@ class Violation:
         evidence: observed and expected gradient of the step with the bound of each element, for the
             kinds `gradient`, `none-pattern` and `non-finite`; None for others.
         moved: whether the gradient is that of other parameters than the initial ones.
+        refutes_weights: of `verify`, whether the case itself rules out names of weights.
         described: the case in words, which need the layers' definitions; filled in by `verify`.
         source: the user's lines, as `core.counterexamples` writes them, or None.
         command: that found it.
@@ -205,12 +212,15 @@ class Violation:
     found_after: int | None = None
     step: int | None = field(default=None, metadata=AUDIT)
     where: str | None = field(default=None, metadata=AUDIT)
+    change: str | None = field(default=None, metadata=AUDIT)
+    loss: str | None = field(default=None, metadata=AUDIT)
     backward: str | None = field(default=None, metadata=AUDIT)
     stepped: str | None = field(default=None, metadata=AUDIT)
     to_change: str | None = field(default=None, metadata=INTERNAL)
     gradient_error: float | None = field(default=None, metadata=AUDIT)
     occurrences: int = field(default=1, metadata=AUDIT)
     moved: bool = field(default=False, metadata=INTERNAL)
+    refutes_weights: bool = field(default=False, repr=False, compare=False, metadata=INTERNAL)
     described: tuple[str, ...] = field(default=(), repr=False, compare=False, metadata=INTERNAL)
     source: Mapping[str, Any] | None = field(
         default=None, repr=False, compare=False, metadata=INTERNAL
@@ -227,8 +237,13 @@ class Violation:
 
     @property
     def places(self) -> dict[str, str | None]:
-        """Where an audited script computes the loss, sends it backward and steps: `file:line`."""
-        return {"loss": self.where, "backward": self.backward, "step": self.stepped}
+        """What an audited script does where, the line to change first: the loss, its backward, the
+        step; `file:line`.
+        """
+        others = {"backward": self.backward, "step": self.stepped}
+        if self.change is None:
+            return {"loss": self.where, **others}
+        return {self.change: self.where, "loss": self.loss, **others}
 
     @property
     def facts(self) -> list[tuple[str, str]]:
@@ -292,10 +307,13 @@ class Violation:
     def is_accepted_by(self, accepted: str) -> bool:
         """Return whether `NAME`, `NAME@FILE` or `NAME@FILE:LINE` accepts the violation.
 
-        Each file that it names will do; of lines, its own.
+        Each file that it names will do; of lines, its own and that of the loss.
         """
         return is_accepted(
-            accepted, self.diagnosis, f"{self.where} < {self.place}", beside=self.anywhere
+            accepted,
+            self.diagnosis,
+            " < ".join(filter(None, (self.where, self.loss, self.place))),
+            beside=self.anywhere,
         )
 
     def accepted_by(self, entries: Iterable[Accepted]) -> list[Accepted]:
@@ -364,8 +382,10 @@ class Violation:
             linecache.checkcache(
                 file
             )  # a notebook may have edited it since, or gone to another folder
-            text = linecache.getline(file, int(line)).rstrip() if line.isdigit() else ""
+            text = _line_of(file, int(line)) if line.isdigit() else ""
             rows.append((line if file == own else place, text, ", ".join(said)))
+        if all(label.isdigit() for label, _, _ in rows):
+            rows.sort(key=lambda row: int(row[0]))
         indent = min((len(text) - len(text.lstrip()) for _, text, _ in rows if text), default=0)
         shown = [(label, _cut(text[indent:]), said) for label, text, said in rows]
         widths = [max((len(row[column]) for row in shown), default=0) for column in (0, 1)]
@@ -383,6 +403,12 @@ class Violation:
         """Return the violation as JSON-ready data; NaN and infinities become strings."""
         data: dict[str, Any] = to_json(self, self.command)
         return data
+
+
+def _line_of(file: str, number: int) -> str:
+    """Return a line of a file or of a notebook's cell, empty where it is not known."""
+    cell = () if (line := linecache.getline(file, number)) else cell_lines(file)
+    return (cell[number - 1] if number <= len(cell) else line).rstrip()
 
 
 def _cut(line: str) -> str:
@@ -519,6 +545,7 @@ class Result:
         windows_skipped: reason why gradients of steps were not judged, of `verify` in cases that
             were, of `audit` where steps were only counted -> number of such steps.
         assumes: of `verify`, the assumptions of the loop.
+        is_uncast: of `verify`, whether the cases had a dtype that autocast leaves alone.
         autocast: of `verify`, the dtype in which the loop may compute its losses under autocast, or
             None.
         worst_error_over_allowed: of `verify`, largest ratio of error to allowed error in cases that
@@ -564,6 +591,7 @@ class Result:
     windows_skipped: dict[str, int] = field(default_factory=dict)
     assumes: tuple[str, ...] = field(default=(), metadata=VERIFY)
     autocast: str | None = field(default=None, metadata=VERIFY)
+    is_uncast: bool = field(default=False, metadata=INTERNAL)
     worst_error_over_allowed: float = field(default=0.0, metadata=VERIFY)
     again: dict[str, int] = field(default_factory=dict, metadata=AUDIT)
     findings: tuple[str, ...] = ()
@@ -834,7 +862,7 @@ def weight_lines(weights: Sequence[Weight]) -> list[str]:
     top = _largest(weights)
     ranks = any(w.rank is not None for w in weights)
     rows: list[tuple[str, ...]] = [
-        ("micro-batch", "rank", "count", "weight", "should be", "# weight, | should be")
+        ("micro-batch", "rank", "count", "weight", "expected", "weight (bar), expected (|)")
     ]
     for w in weights[:SHOWN_ROWS]:
         numbers = (f"{value:.6g}" for value in (w.count, w.observed, w.expected))
@@ -895,7 +923,7 @@ def _line(result: Result, width: int) -> str:
     """Return the verdict in one line."""
     verdict = "VIOLATED" if result.violations else result.verdict
     if result.interrupted and result.holds:
-        verdict = "holds so far (interrupted)"
+        verdict = "no violation so far (interrupted)"
     if result.command == "audit":
         over = f" over {result.ranks} ranks" if result.ranks > 1 else ""
         accepted = f", {counted(len(result.accepted), 'fault')} accepted" if result.accepted else ""
@@ -936,7 +964,12 @@ def _below_loop(result: Result) -> Iterator[str]:
         f"assumes {name}: {meaning}" for name, meaning in DECLARED.items() if name in result.assumes
     )
     if result.autocast:
-        yield f"losses may be computed under torch.autocast in {result.autocast}"
+        uncast = (
+            "; nothing of the cast was judged: it leaves float64 alone, so say --dtype float32"
+            if result.is_uncast
+            else ""
+        )
+        yield f"losses may be computed under torch.autocast in {result.autocast}{uncast}"
     if result.traffic:
         yield result.traffic
     if moved := result.moved_by_zeros:
@@ -1031,14 +1064,14 @@ def _weights_html(weights: Sequence[Weight]) -> str:
         "micro-batch",
         *(("rank",) if ranks else ()),
         "count",
+        "weight",
         "expected",
-        "observed",
-        "observed, | expected",
+        "weight (bar), expected (|)",
     )
     head = "".join(f'<th style="{_CELL}">{name}</th>' for name in names)
     body = []
     for w in weights:
-        numbers = (f"{value:.6g}" for value in (w.count, w.expected, w.observed))
+        numbers = (f"{value:.6g}" for value in (w.count, w.observed, w.expected))
         cells = (w.place, *((str(w.rank),) if ranks else ()), *numbers)
         bar = "".join(
             f'<div style="position:absolute;{style}"></div>'

@@ -8,8 +8,9 @@ range. Beyond that nobody knows what the author's code is for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -18,20 +19,38 @@ import torch
 from hypothesis import Phase, errors, find, settings
 from hypothesis import strategies as st
 
-from gradcheck_suite.core.options import PortOptions
-from gradcheck_suite.port.budget import Budget
+from gradcheck_suite.port.changes import RAISED
 from gradcheck_suite.port.number_sets import Array
 from gradcheck_suite.port.sides import Point
-from gradcheck_suite.port.torch_program import LOSS, TorchProgram, TorchRun, as_tensor
+from gradcheck_suite.port.sizes import Resize, is_sized
+from gradcheck_suite.port.torch_program import LOSS, Call, Ref, TorchProgram, TorchRun, as_tensor
 
 KINDS = ("given", "other", "narrow", "wide", "ends")
 """What drawn numbers are: the given ones, others like them, close together, twice as large, or at the ends of their
 range."""
 SHOWN = 8
-SHRINKS = 60
-"""Inputs that are asked about to make one smaller."""
 BINDING_DRAWS = 60
-"""Inputs that are drawn to find some at which a hinge of the loss binds."""
+"""Inputs that are drawn to find some at which a limit of the torch program binds."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """The whole numbers that an input may have, as the torch program indexes a table by them.
+
+    Attributes:
+        low: the first.
+        high: the last.
+        is_marked: whether the program compares the input with the first one, as with a padding
+            token: it then stands at the end of rows alone.
+    """
+
+    low: int
+    high: int
+    is_marked: bool = False
+
+
+Spans = Mapping[int, Span]
+"""Place of an array among inputs and targets -> its span."""
 
 
 def _is_symmetric(value: Array) -> bool:
@@ -64,13 +83,16 @@ def _mask(value: Array, rng: np.random.Generator) -> Array:
     return rng.permutation(value.reshape(-1)).reshape(value.shape)
 
 
-def resampled(value: Any, rng: np.random.Generator, kind: str = "other") -> Any:
+def resampled(
+    value: Any, rng: np.random.Generator, kind: str = "other", span: Span | None = None
+) -> Any:
     """Return another array of the same shape and of the same structure.
 
     Args:
         value: an array; anything else stays as it is.
         rng: of the draw.
         kind: of `KINDS`.
+        span: of whole numbers; None for that of the array itself.
     """
     if not hasattr(value, "dtype") or kind == "given" or not np.asarray(value).size:
         return value
@@ -80,6 +102,8 @@ def resampled(value: Any, rng: np.random.Generator, kind: str = "other") -> Any:
     if _is_symmetric(old) and np.isin(old, (0, 1)).all():
         order = rng.permutation(old.shape[-1])  # an adjacency matrix of the same graph
         return old[..., order, :][..., order]
+    if span is not None and old.dtype.kind in "iu":
+        return _ids(old, rng, kind, span)
     if old.dtype.kind == "b" or (np.isin(old, (0, 1)).all() and old.dtype.kind == "f"):
         return _mask(old, rng)
     whole = old.dtype.kind in "iu" or bool((old == np.round(old)).all() and old.size > 1)
@@ -106,7 +130,37 @@ def _whole_numbers(old: Array, rng: np.random.Generator, kind: str) -> Array:
         if kind == "ends"
         else rng.integers(least, int(high) + 1, old.shape)
     )
+    if _is_sorted(rows):
+        new.sort(-1)
     return (np.where(_mask(kept, rng), new, low) if is_padded else new).astype(old.dtype)
+
+
+def _is_sorted(rows: Array) -> bool:
+    """Return whether rows rise, as the segments do that a port may count on to be sorted."""
+    return rows.shape[1] > 2 and bool((np.diff(rows, axis=1) >= 0).all()) and np.ptp(rows) > 0
+
+
+def _ids(old: Array, rng: np.random.Generator, kind: str, span: Span) -> Array:
+    """Return ids over the whole of a table. Rows that are padded at one end stay so."""
+    rows = old.reshape(-1, old.shape[-1]) if old.ndim else old.reshape(1, 1)
+    kept = old != old.min()
+    is_padded = old.ndim > 1 and bool(kept.any()) and _is_one_sided(kept.reshape(rows.shape))
+    # positions stay positions: whoever counts them has no gaps
+    if rows.shape[1] > 2 and bool((np.diff(rows, axis=1) == 1).all()):
+        return old
+    low = int(old.min()) + 1 if is_padded else span.low + span.is_marked
+    low = min(low, span.high)
+    ends = rng.choice([low, span.high], old.shape)
+    new = ends if kind == "ends" else rng.integers(low, span.high + 1, old.shape)
+    if _is_sorted(rows):
+        new.sort(-1)
+    if is_padded:
+        new = np.where(_mask(kept, rng), new, old.min())
+    elif span.is_marked and kind == "narrow" and rows.shape[1] > 1:
+        lengths = rng.integers(1, rows.shape[1] + 1, (len(rows), 1))
+        seen = (np.arange(rows.shape[1]) < lengths).reshape(old.shape)
+        new = np.where(seen, new, span.low)
+    return new.astype(old.dtype)
 
 
 def _real_numbers(old: Array, rng: np.random.Generator, kind: str) -> Array:
@@ -136,11 +190,14 @@ def _real_numbers(old: Array, rng: np.random.Generator, kind: str) -> Array:
     return np.asarray(new, old.dtype)
 
 
-def _resized(value: Any, axis_of: Callable[[Array], list[tuple[int, int]]]) -> Any:
-    if not hasattr(value, "dtype") or not np.ndim(value):
+def _resized(value: Any, axes: Sequence[tuple[int, int]]) -> Any:
+    """Return an array with other sizes of some axes, given as (axis, size)."""
+    if not is_sized(value):
         return value
     old = np.asarray(value)
-    for axis, size in axis_of(old):
+    for axis, size in axes:
+        if not old.shape[axis]:
+            return old
         # a mask grows at its end, so that padding stays on its side
         place = np.arange(size)
         place = (
@@ -148,99 +205,201 @@ def _resized(value: Any, axis_of: Callable[[Array], list[tuple[int, int]]]) -> A
             if np.isin(old, (0, 1)).all()
             else place % old.shape[axis]
         )
+        steps = np.diff(old, axis=axis)
+        counts = old.dtype.kind in "iu" and bool((steps == 1).all()) and size > 1
         old = np.take(old, place, axis)
-        if (
-            np.asarray(value).dtype.kind in "iu"
-            and (np.diff(np.asarray(value), axis=axis) == 1).all()
-            and size > 1
-        ):
+        if counts:
             start = np.take(old, [0], axis)
             shape = [-1 if i == axis else 1 for i in range(old.ndim)]
-            old = start + np.arange(size, dtype=old.dtype).reshape(
-                shape
-            )  # positions stay positions
+            # positions stay positions
+            old = start + np.arange(size, dtype=old.dtype).reshape(shape)
     return old
 
 
-def drawn_point(base: Point, rows: int, length: int, kind: str, number: int) -> Point:
-    """Return another input; the smaller the numbers, the smaller it is.
+def drawn_point(
+    base: Point, resizes: Sequence[Resize], kind: str, number: int, spans: Spans | None = None
+) -> Point:
+    """Return another input.
 
     Args:
         base: the given one.
-        rows: number of rows, or 0 for the given number.
-        length: change of the second axis.
+        resizes: other sizes, one after the other.
         kind: of `KINDS`.
         number: seed of the draw.
+        spans: of whole numbers.
     """
-    arrays = [
-        np.asarray(x) for x in (*base.inputs, *base.targets) if hasattr(x, "dtype") and np.ndim(x)
+    rng, spans = np.random.default_rng(number), spans or {}
+    arrays = [*base.inputs, *base.targets]
+    for resize in resizes:
+        for place, axes in resize.of_array.items():
+            arrays[place] = _resized(arrays[place], axes)
+    count = len(base.inputs)
+    inputs = [resampled(x, rng, kind, spans.get(i)) for i, x in enumerate(arrays[:count])]
+    of_target = "given" if kind == "given" else "other"
+    targets = [
+        resampled(x, rng, of_target, spans.get(count + i)) for i, x in enumerate(arrays[count:])
     ]
-    sizes = [a.shape[0] for a in arrays]
-    given_rows = max(set(sizes), key=sizes.count) if sizes else 0
-    lengths = [
-        a.shape[1] for a in arrays if (a.dtype.kind in "iub" and a.ndim == 2) or (a.ndim == 3)
+    return Point(tuple(inputs), tuple(targets))
+
+
+# What the torch program indexes by an input.
+
+_MOVES = frozenset(
+    [
+        *("view", "_unsafe_view", "reshape", "expand", "unsqueeze", "squeeze", "permute"),
+        *("transpose", "t", "slice", "select", "flatten", "clone", "alias", "detach"),
+        *("_to_copy", "contiguous", "unbind", "split", "chunk"),
     ]
-    given_length = max(set(lengths), key=lengths.count) if lengths else 0
-
-    def axes(a: Array) -> list[tuple[int, int]]:
-        found = [(0, rows)] if rows and a.shape[0] == given_rows else []
-        if length and given_length:
-            found += [
-                (i, max(given_length + length, 1))
-                for i in range(1, a.ndim)
-                if a.shape[i] == given_length
-            ]
-        return found
-
-    rng = np.random.default_rng(number)
-    inputs = tuple(resampled(_resized(x, axes), rng, kind) for x in base.inputs)
-    targets = tuple(
-        resampled(_resized(x, axes), rng, "given" if kind == "given" else "other")
-        for x in base.targets
-    )
-    return Point(inputs, targets)
+)
+_INDEXING = {
+    "embedding": ("indices", "weight"),
+    "index_select": ("index", "self"),
+    "gather": ("index", "self"),
+    "take_along_dim": ("indices", "self"),
+    "nll_loss_forward": ("target", "self"),
+    "nll_loss2d_forward": ("target", "self"),
+}
+"""Operations that index a table: the arguments that are the index and the table."""
 
 
-def one_sided(program: TorchProgram, runs: Sequence[TorchRun]) -> list[int]:
-    """Return the hinges of a loss, `max(x, 0)`, that are above zero at no element of any run, or at
-    all of them.
+def spans_of(program: TorchProgram, base: Point) -> dict[int, Span]:
+    """Return which whole numbers each input may have: those of the tables that torch indexes by it.
+
+    Args:
+        program: of torch at the given input.
+        base: the given input.
+    """
+    run, found = program.run({}, program.leaves()), dict[int, Span]()
+    for place, value in enumerate((*base.inputs, *base.targets)):
+        if not is_sized(value) or np.asarray(value).dtype.kind not in "iu" or not np.size(value):
+            continue
+        count = len(base.inputs)
+        own = Ref("input", place) if place < count else Ref("target", place - count)
+        known, rows, marked = {own}, list[int](), set[int]()
+        for index, call in enumerate(program.calls):
+            if known.isdisjoint(call.refs):
+                continue
+            if call.name in _MOVES:
+                known |= {Ref(index, j) for j in range(len(run.values[index]))}
+            rows += _rows_of_table(call, known, run)
+            if call.name in ("eq", "ne", "gt", "lt", "ge", "le"):
+                marked.update(n for n in call.args[1:2] if isinstance(n, int))
+        low, high = int(np.min(value)), int(np.max(value))
+        if rows and low >= 0 and high < min(rows):
+            # a token that the given rows do not have, and that torch asks for, is a padding
+            is_marked = low > 0 and 0 in marked
+            found[place] = Span(0, min(rows) - 1, is_marked)
+    return found
+
+
+def _rows_of_table(call: Call, known: set[Ref], run: TorchRun) -> Iterator[int]:
+    """Yield the number of rows of a table that a call indexes by a known tensor."""
+    given = dict(zip(call.names, call.args, strict=False)) | call.kwargs
+    if call.name == "index":
+        table = run.get(given["self"])
+        for axis, index in enumerate(given["indices"]):
+            if isinstance(index, Ref) and index in known:
+                yield table.shape[axis]
+    elif call.name in _INDEXING:
+        index, name = _INDEXING[call.name]
+        table = run.get(given[name])
+        is_loss = call.name.startswith("nll_loss")
+        axis = given.get("dim", min(1, table.dim() - 1) if is_loss else 0)
+        if given.get(index) in known:
+            yield table.shape[axis]
+
+
+# Limits that bind.
+
+_LIMITS = {
+    "clamp": ("min", "max"),
+    "clamp_min": ("min",),
+    "clamp_max": ("max",),
+    "hardtanh": ("min_val", "max_val"),
+    "gt": ("other",),
+    "ge": ("other",),
+    "lt": ("other",),
+    "le": ("other",),
+}
+"""Operations with a limit, and the arguments that are it."""
+_FIXED = {"hardsigmoid": (-3.0, 3.0), "hardswish": (-3.0, 3.0), "relu6": (0.0, 6.0)}
+_OF_LOSSES = {"smooth_l1_loss": "beta", "huber_loss": "delta"}
+
+
+def _limited(call: Call, run: TorchRun) -> tuple[Any, list[float]]:
+    """Return the numbers that a call limits, and its limits."""
+    name = call.name.rstrip("_")
+    given = {a.name: a.default_value for a in call.op._schema.arguments}
+    given |= dict(zip(call.names, call.args, strict=False)) | call.kwargs
+    if name in _OF_LOSSES:
+        pair = [run.get(given[n]) for n in ("self", "target")]
+        return (pair[0] - pair[1]).abs(), [float(given[_OF_LOSSES[name]])]
+    if name == "relu" and call.path == LOSS:
+        return run.get(call.refs[0]), [0.0]
+    limits = [given.get(argument) for argument in _LIMITS.get(name, ())]
+    numbers = [float(n) for n in limits if isinstance(n, int | float) and np.isfinite(n)]
+    numbers += _FIXED.get(name, ())
+    return (run.get(call.refs[0]) if numbers and call.refs else None), numbers
+
+
+def one_sided(program: TorchProgram, runs: Sequence[TorchRun]) -> list[tuple[int, float]]:
+    """Return the limits that bind at no element of any run, or at all of them.
+
+    These are of hinges, `max(x, 0)`, and other limits of real numbers: each as the index of a call
+    and a number.
     """
     found = []
-    for index, call in enumerate(program.calls):
-        is_limit = call.name in ("clamp", "clamp_min") and call.args[1:] == (0,)
-        if index in program.needed and call.path == LOSS and (is_limit or call.name == "relu"):
-            above = torch.cat([run.get(call.refs[0]).reshape(-1) > 0 for run in runs])
+    for index in sorted(program.needed):
+        call = program.calls[index]
+        first, limits = _limited(call, runs[0])
+        if not isinstance(first, torch.Tensor) or not first.is_floating_point():
+            continue
+        values = torch.cat([_limited(call, run)[0].reshape(-1) for run in runs])
+        for limit in limits:
+            above = values > limit
             if bool(above.all()) or not bool(above.any()):
-                found.append(index)
+                found.append((index, limit))
     return found
 
 
 def binding_points(
     base: Point, program: TorchProgram, others: Sequence[Point], seed: int
 ) -> list[Point]:
-    """Return inputs that drive the hinges of a loss to the side on which none of the given inputs
-    has them.
+    """Return inputs that drive the limits of the program to the side on which none of the given
+    inputs has them.
     """
 
-    def run(point: Point) -> TorchRun:
+    def run(point: Point) -> TorchRun | None:
         given = {("input", i): as_tensor(x) for i, x in enumerate(point.inputs)}
         given |= {("target", i): as_tensor(x) for i, x in enumerate(point.targets)}
         leaves = program.leaves()
-        return program.run({}, leaves | {k: v for k, v in given.items() if k in leaves})
+        try:
+            found = program.run({}, leaves | {k: v for k, v in given.items() if k in leaves})
+        except RAISED:  # the inputs are out of torch's domain
+            return None
+        numbers = [o for o in found.outs if o.is_floating_point()]
+        return None if any(bool(torch.isnan(o).any()) for o in numbers) else found
 
-    runs, found, rng = [run(p) for p in (base, *others)], list[Point](), np.random.default_rng(seed)
-    left = one_sided(program, runs)
+    alike = [p for p in (base, *others) if p.shapes == base.shapes]
+    runs = [r for p in alike if (r := run(p)) is not None]
+    found, rng = list[Point](), np.random.default_rng(seed)
+    left = one_sided(program, runs) if runs else []
     for number in range(BINDING_DRAWS if left else 0):
         point = _scaled(base, rng, number)
-        runs.append(run(point))
-        if len(still := one_sided(program, runs)) < len(left):
+        if (ran := run(point)) is None:
+            continue
+        still = one_sided(program, [*runs, ran])
+        if len(still) < len(left):
             found.append(point)
+            runs.append(ran)
             left = still
-        else:
-            runs.pop()
         if not left:
             break
     return found
+
+
+SCALES = (1.0, -1.0, 3.0, -3.0, 0.1, 10.0, -10.0, 0.01, 30.0, -30.0)
+"""Factors of real numbers: a limit is reached by the smallest of them that reaches it."""
 
 
 def _scaled(base: Point, rng: np.random.Generator, number: int) -> Point:
@@ -252,13 +411,17 @@ def _scaled(base: Point, rng: np.random.Generator, number: int) -> Point:
     for places in kinds.values():
         for i, k in zip(places, rng.permutation(places), strict=True):
             inputs[i] = base.inputs[k]
-    size = (1.0, -1.0, 0.1, 10.0, -10.0, 0.01)[number % 6]
+    size = SCALES[number % len(SCALES)]
     for i, x in enumerate(inputs):
         new = resampled(x, rng)
         is_real = (
             hasattr(x, "dtype") and np.asarray(x).dtype.kind == "f" and np.any(x != np.round(x))
         )
-        inputs[i] = (size * new).astype(new.dtype) if is_real and np.any(np.asarray(x) < 0) else new
+        if is_real and np.any(np.asarray(x) < 0):
+            new = (size * new).astype(new.dtype)
+        elif is_real and np.asarray(x).max() > 1:  # numbers between 0 and 1 may be probabilities
+            new = (abs(size) * new).astype(new.dtype)
+        inputs[i] = new
     return Point(tuple(inputs), tuple(resampled(x, rng) for x in base.targets))
 
 
@@ -280,45 +443,34 @@ def described(point: Point) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def smallest_difference(
-    base: Point, differs: Callable[[Point], bool], draw: Any, options: PortOptions, budget: Budget
-) -> Point | None:
-    """Return the smallest input that Hypothesis finds on which the two sides differ, or None.
+# What the author draws.
+
+
+def author_strategy(base: Point, draw: Any) -> Any:
+    """Return a strategy of points of what an author draws.
 
     Args:
         base: the given input.
-        differs: the question; it decides which inputs cannot be asked about.
-        draw: the author's strategy, or `draw(seed) -> inputs`, or None.
-        options: number of inputs, and seed of the search.
-        budget: of the judgement.
+        draw: a strategy of inputs, or `draw(seed) -> inputs`.
     """
-    budget, last = budget.of(options.examples + SHRINKS), list[Point]()
-
-    def asked(point: Point) -> bool:
-        if not budget.spend() or not differs(point):
-            return False
-        last[:] = [point]
-        return True
-
-    rows = np.shape(base.inputs[0])[0] if base.inputs and np.ndim(base.inputs[0]) else 0
-    points: Any = st.builds(
-        drawn_point,
-        st.just(base),
-        rows=st.sampled_from([0, 1, rows + 1] if rows else [0]),
-        length=st.sampled_from([0, -1, 2]),
-        kind=st.sampled_from(KINDS),
-        number=st.integers(0, 999),
-    )
     if isinstance(draw, st.SearchStrategy):
-        points = draw.map(lambda inputs: _split(base, inputs))
-    elif draw is not None:
-        points = st.integers(0, 10_000).map(lambda n: _split(base, draw(n)))
-    phases = (Phase.generate, Phase.shrink)
-    how = settings(max_examples=options.examples, database=None, deadline=None, phases=phases)
-    # flaky where the budget was spent while Hypothesis shrank
+        return draw.map(lambda inputs: _split(base, inputs))
+    return st.integers(0, 10_000).map(lambda n: _split(base, draw(n)))
+
+
+def author_points(base: Point, draw: Any, count: int, seed: int) -> list[Point]:
+    """Return some inputs that an author draws, of the shapes of the given one."""
+    found = list[Point]()
+
+    def enough(point: Point) -> bool:
+        if point.shapes == base.shapes:
+            found.append(point)
+        return len(found) >= count
+
+    how = settings(max_examples=10 * count, database=None, deadline=None, phases=[Phase.generate])
     with suppress(errors.NoSuchExample, errors.Flaky):
-        find(points, asked, settings=how, random=Random(options.seed))
-    return Point(last[0].inputs, last[0].targets, described(last[0])) if last else None
+        find(author_strategy(base, draw), enough, settings=how, random=Random(seed))
+    return found[:count]
 
 
 def _split(base: Point, drawn: Any) -> Point:

@@ -26,7 +26,7 @@ from gradcheck_suite.port.mistakes import (
     over,
     smoothed,
 )
-from gradcheck_suite.port.number_sets import aligned
+from gradcheck_suite.port.number_sets import aligned, error, variety
 from gradcheck_suite.port.search import LEAST, Family, Found, Search, behind, recomputed, walked
 from gradcheck_suite.port.torch_program import LOSS, Call, Change, Ref, TorchProgram, fill, flat
 from gradcheck_suite.port.transforms import (
@@ -159,9 +159,10 @@ def reset_gates(search: Search, place: int) -> Iterator[Hypothesis]:
     result.
     """
     calls = search.program.calls
-    if calls[place].name.rstrip("_") != "mul":
+    operands = list(search.positions(place))
+    if calls[place].name.rstrip("_") != "mul" or len(operands) != 2:
         return
-    for i, ref in search.positions(place):
+    for i, ref in operands:
         if isinstance(ref.kind, int) and re.search("split|chunk", calls[ref.kind].name):
             for total in search.read_by([ref.kind], 2):
                 if calls[total].name == "addmm":
@@ -553,6 +554,12 @@ def chosen_of_others(search: Search, place: int) -> Iterator[Hypothesis]:
 def _why_taken(search: Search, place: int, ref: Ref, other: Ref) -> str:
     calls, producers = search.program.calls, {s.kind for s in search.matching.sources(ref)}
     if not isinstance(other.kind, int):
+        skipped_calls = _between(search, ref, other)
+        if skipped_calls and calls[place].name.rstrip("_") != "add":
+            names = {calls[k].name.rstrip("_") for k in skipped_calls}
+            if {"sub", "div"} <= names or {"sub", "mul"} <= names:
+                return "missing-norm"
+            return missing(calls[skipped_calls[0]], 0)
         return "other-value" if other.kind == "state" else "other-input"
     if calls[place].name in ("add", "add_"):
         mine = calls[ref.kind].where if isinstance(ref.kind, int) else ""
@@ -567,6 +574,15 @@ def _why_taken(search: Search, place: int, ref: Ref, other: Ref) -> str:
             if other.kind in reads:
                 return missing(calls[producer], 0)
     return "other-value"
+
+
+def _between(search: Search, ref: Ref, other: Ref) -> list[int]:
+    """Return the few calls that make one tensor of another, the last one first."""
+    if not isinstance(ref.kind, int):
+        return []
+    calls = search.program.calls
+    near = [ref.kind, *search.read_by([ref.kind], 4)]
+    return near if any(other in calls[i].refs for i in near) and len(near) <= 6 else []
 
 
 def exchanged_slices(search: Search, place: int) -> Iterator[Hypothesis]:
@@ -678,6 +694,85 @@ def transformed(search: Search, place: int) -> Iterator[Hypothesis]:
     yield from _operands(search, place, functions)
     operands = [ref for _, ref in search.positions(place)]
     yield from _sources_transformed(search, place, lambda source: source not in operands)
+
+
+def read_off(search: Search, place: int) -> Iterator[Hypothesis]:
+    """Yield that an operand, or what it is moved from, is in another order along an axis, which is
+    read off an array of the port with the same numbers.
+    """
+    numbers = search.matching.side.numbers
+    operands = [ref for _, ref in search.positions(place)]
+    moved = [s for ref in operands for s in search.matching.sources(ref)]
+    for ref in dict.fromkeys([*operands, *moved]):
+        value = search.matching.run.get(ref)
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            continue
+        mine = array(value)
+        if mine.ndim == 0 or variety(mine) < LEAST:
+            continue
+        wanted, seen = np.sort(mine.reshape(-1)), set[tuple[int, ...]]()
+        for i in list(numbers.of_size(mine.size))[:READ]:
+            if error(numbers.sorted(i), wanted) > numbers.tolerance:
+                continue
+            theirs = aligned(numbers.arrays[i], mine)
+            for axis in range(mine.ndim if theirs.shape == mine.shape else 0):
+                order = _order_along(mine, theirs, axis)
+                if order is None or (axis, *order) in seen:
+                    continue
+                seen.add((axis, *order))
+                at = torch.as_tensor(order)
+                shown = ", ".join(map(str, order[:8])) + (", ..." if len(order) > 8 else "")
+                words = f"with axis {axis} in the order {shown}"
+                transform = "permuted", words, lambda v, d=axis, at=at: v.index_select(d, at)
+                yield _of(search, place, ref, transform)
+
+
+READ = 60
+"""Arrays of the port with the same numbers that an order is read off."""
+
+
+def _order_along(mine: Any, theirs: Any, axis: int) -> list[int] | None:
+    """Return the order in which an array's slices along an axis make another array, None where they
+    do not, or are in order.
+    """
+    rng = np.random.default_rng(0)
+    rows, others = (np.moveaxis(a, axis, 0).reshape(a.shape[axis], -1) for a in (mine, theirs))
+    weights = rng.normal(size=rows.shape[1])
+    own, wanted = rows @ weights, others @ weights
+    if not np.isfinite(own).all() or len(np.unique(own)) < len(own):
+        return None
+    order = [int(np.abs(own - w).argmin()) for w in wanted]
+    if order == sorted(order) or len(set(order)) < len(order):
+        return None
+    return order if error(others, rows[order]) <= 1e-9 else None
+
+
+def undone(search: Search, place: int) -> Iterator[Hypothesis]:
+    """Yield that what moves the elements of an operand is done backwards: the inverse shuffle."""
+    program, run = search.program, search.matching.run
+    for i, ref in search.positions(place):
+        value = run.get(ref)
+        if not isinstance(value, torch.Tensor) or not isinstance(ref.kind, int):
+            continue
+        for source in _moves(search, ref):
+            start = program.calls[source.kind].refs[0] if isinstance(source.kind, int) else source
+            before = run.get(start)
+            if not isinstance(before, torch.Tensor) or before.numel() != value.numel():
+                continue
+            count = torch.arange(before.numel(), dtype=torch.float64).reshape(before.shape)
+            moved = _with_others(program, ref.kind, {start: count}, run.get).reshape(-1).long()
+            if moved.numel() != before.numel() or bool((moved == count.reshape(-1)).all()):
+                continue
+            back = torch.argsort(moved)
+
+            def inverse(
+                c: Call, a: Any, k: Any, get: Any, i: int = i, start: Ref = start, back: Any = back
+            ) -> Any:
+                put = get(start).reshape(-1)[back]
+                return of_operand(i, lambda v: put.reshape(v.shape))(c, a, k, get)
+
+            words = f"{_named(search, start)} moved the other way (the inverse permutation)"
+            yield Hypothesis("permuted", words, {place: inverse})
 
 
 def _sources_transformed(
@@ -990,7 +1085,9 @@ FAMILIES: tuple[tuple[Family, str], ...] = (
     (other_values, "order"),
     (chosen_of_others, "order"),
     (together, "first"),
+    (undone, "order"),
     (transformed, "order"),
+    (read_off, "order"),
     (further, "order"),
     (deep, "first"),
 )

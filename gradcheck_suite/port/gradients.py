@@ -12,13 +12,13 @@ import torch
 from torch.utils import _pytree as pytree
 
 from gradcheck_suite.port.budget import Budget
-from gradcheck_suite.port.changes import Hypothesis, of_operand, of_result
+from gradcheck_suite.port.changes import RAISED, Hypothesis, of_operand, of_result
 from gradcheck_suite.port.jax_program import CUSTOM, JaxProgram, line_of
 from gradcheck_suite.port.matching import array, only_moves
 from gradcheck_suite.port.mistakes import is_activation
 from gradcheck_suite.port.number_sets import Array, Numbers
-from gradcheck_suite.port.search import ALIKE, RAISED, Repairs, repeated
-from gradcheck_suite.port.sides import RESOLUTION, Point, Sides
+from gradcheck_suite.port.search import ALIKE, Repairs, repeated
+from gradcheck_suite.port.sides import RESOLUTION, Point, Sides, input_name
 from gradcheck_suite.port.torch_program import Call, Change, Ref, TorchProgram, TorchRun, fill
 
 CANDIDATES = 400
@@ -53,28 +53,39 @@ def wrong_gradients(
     """Return the parameters whose gradients differ by more than rounding, with the relative error
     of each.
     """
-    theirs, allowed = sides.jax_run(point).gradients, sides.bounds(point).gradients
-    pulled, unknown = sides.pulled(theirs), not sides.map.complete
-    largest = max((float(np.abs(g).max(initial=0.0)) for g in expected.values()), default=0.0)
+    run, allowed = sides.jax_run(point), sides.bounds(point).gradients
+    theirs, observed = run.gradients, sides.gradients(run)
+    parameters = [g for n, g in expected.items() if n in sides.map.offsets]
+    largest = max((float(np.abs(g).max(initial=0.0)) for g in parameters), default=0.0)
     found = {}
     for name, gradient in expected.items():
-        if name in skip:
+        is_parameter = name in sides.map.offsets
+        if name in skip or (not is_parameter and name not in observed):
             continue
         size = float(np.abs(gradient).max(initial=0.0)) + 1e-6 * largest + 1e-300
-        if unknown:
+        if is_parameter and not sides.map.complete:
             off = along_directions(sides, name, gradient, theirs, size)
             if off > 1e-5:
                 found[name] = off
             continue
-        difference = np.abs(pulled[name] - gradient)
-        off = float(
-            np.where(np.isnan(difference) & ~np.isnan(gradient), np.inf, difference).max(
-                initial=0.0
-            )
-        )
-        if off > allowed[name]:
+        off = _gradient_error(observed[name], gradient, is_parameter)
+        # a repaired torch may have a gradient by an input that it had not
+        if off > allowed.get(name, 10 * RESOLUTION * size):
             found[name] = off / size
     return found
+
+
+def _gradient_error(observed: Array, expected: Array, is_parameter: bool) -> float:
+    """Return the largest difference of gradients.
+
+    By an input, as of an arc cosine of 1, a gradient may be no number: then nothing is expected.
+    """
+    observed, expected = np.atleast_1d(observed), np.atleast_1d(expected)
+    difference = np.abs(observed - expected)
+    difference[observed == expected] = 0.0
+    free = np.isnan(expected) if is_parameter else ~np.isfinite(expected)
+    difference[free] = 0.0
+    return float(np.where(np.isnan(difference), np.inf, difference).max(initial=0.0))
 
 
 def along_directions(
@@ -113,6 +124,7 @@ def _frontier(sides: Sides, point: Point, run: TorchRun, names: Iterable[str]) -
     """
     program, bounds = sides.torch_program(point), sides.bounds(point)
     theirs = [g for g in sides.jax_run(point).gradients if g is not None]
+    theirs += list(sides.jax_run(point).input_gradients.values())
     tolerance = max(10 * RESOLUTION, bounds.outputs if bounds.rounded else 0.0)
     numbers = Numbers([*sides.cotangents(point), *theirs], tolerance)
     every = {Ref(i, j): v for i, values in enumerate(run.values) for j, v in enumerate(values)}
@@ -127,7 +139,9 @@ def _frontier(sides: Sides, point: Point, run: TorchRun, names: Iterable[str]) -
     status = {
         ref: numbers.holds(array(g)) for ref, g in zip(tensors, grads, strict=True) if g is not None
     }
-    found, seen, todo = set[int](), set[Ref](), [Ref("state", n) for n in names]
+    inputs = {input_name(int(i)): Ref(kind, i) for kind, i in program.given if kind == "input"}
+    found, seen = set[int](), set[Ref]()
+    todo = [inputs.get(n, Ref("state", n)) for n in names]
     while todo:
         ref = todo.pop()
         if ref in seen:
@@ -185,9 +199,11 @@ def place_gradient(
                 best = GradientFault(at, hypothesis.cause, hypothesis.words, left, changed)
     if best is not None and not budget.stopped:
         return best
-    theirs = sides.pulled(sides.jax_run(point).gradients)
+    theirs = sides.gradients(sides.jax_run(point))
     last = max([i for i in frontier if i not in repairs.changes] or frontier, default=None)
-    if sides.map.complete and all(not theirs[n].any() for n in wrong):
+    # the gradient by an input has other ways, beside that of the parameters
+    names = [n for n in wrong if n in sides.map.offsets] or list(wrong)
+    if sides.map.complete and all(not theirs[n].any() for n in names):
         return GradientFault(last, "no-gradient", f"no gradient of {_some(wrong)} at all", {}, None)
     if rule := own_rule(jax_program):
         return GradientFault(last, "custom-gradient", f"a rule of its own at {rule}", {}, None)
@@ -231,7 +247,8 @@ def _at_call(program: TorchProgram, run: TorchRun, index: int) -> Iterator[Hypot
     refs = [(i, r) for i, r in enumerate(pytree.tree_leaves(call.args)) if isinstance(r, Ref)]
     for ref in call.refs:
         at = _producer(program, run, ref, index)
-        what = program.calls[at].name.strip("_") if at != index else str(ref.index)
+        own = input_name(int(ref.index)) if ref.kind == "input" else str(ref.index)
+        what = program.calls[at].name.strip("_") if at != index else own
         yield Hypothesis(
             "stop-gradient", f"no gradient through {what}", {index: _stopped(call, ref)}, at=at
         )

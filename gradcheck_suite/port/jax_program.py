@@ -412,12 +412,14 @@ class JaxRun:
         extras: what the model updates in training.
         loss: the loss.
         gradients: gradient of the loss by each leaf, zeros for leaves that are no float arrays.
+        input_gradients: place of an input that is a float array -> gradient of the loss by it.
     """
 
     outs: list[Array]
     extras: list[Array]
     loss: float
     gradients: list[Array]
+    input_gradients: dict[int, Array] = field(default_factory=dict)
 
 
 class JaxProgram:
@@ -501,26 +503,31 @@ class JaxProgram:
         """Return outputs, loss and gradients, by the author's own rules for derivatives."""
         arguments = self._arguments(leaves, inputs, targets)
         floats = [k for k, leaf in enumerate(arguments[0]) if is_float(leaf)]
+        real = [k for k, value in enumerate(arguments[1]) if is_float(value)]
 
         def main(given: Any, moved: Any) -> Any:
-            def loss(values: Any) -> Any:
-                whole = list(given[0])
+            def loss(values: Any, own_inputs: Any) -> Any:
+                whole, read = list(given[0]), list(given[1])
                 for k, value in zip(floats, values, strict=True):
                     whole[k] = value
-                outs = self._evaluate((whole, *given[1:]), custom=False, shift=moved)[0]
+                for k, value in zip(real, own_inputs, strict=True):
+                    read[k] = value
+                outs = self._evaluate((whole, read, given[2]), custom=False, shift=moved)[0]
                 return outs[-1], outs[:-1]
 
-            start = [given[0][k] for k in floats]
-            (total, rest), slopes = jax.value_and_grad(loss, has_aux=True)(start)
+            start = [given[0][k] for k in floats], [given[1][k] for k in real]
+            slope = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+            (total, rest), slopes = slope(*start)
             return rest, total, slopes
 
         rest, total, slopes = self._call("main", main, arguments, np.float64(shift))
         gradients: list[Any] = [
             np.zeros(np.shape(leaf)) if is_number(leaf) else None for leaf in leaves
         ]
-        for k, slope in zip(floats, slopes, strict=True):
+        for k, slope in zip(floats, slopes[0], strict=True):
             gradients[self._numbers[k]] = slope
-        return JaxRun(rest[: self.outs], rest[self.outs :], float(total), gradients)
+        by_input = dict(zip(real, slopes[1], strict=True))
+        return JaxRun(rest[: self.outs], rest[self.outs :], float(total), gradients, by_input)
 
     def ends(self, leaves: Any, inputs: Any, targets: Any) -> tuple[list[Array], float]:
         """Return the outputs and the loss."""

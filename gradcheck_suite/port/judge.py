@@ -7,12 +7,12 @@ it: three faults of one model are three findings.
 
 from __future__ import annotations
 
+import re
 import time
-import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,18 +23,20 @@ from gradcheck_suite.core.text import counted, suggestion
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.port.budget import SECONDS, Budget
 from gradcheck_suite.port.causes import CAUSES, meaning
-from gradcheck_suite.port.changes import Hypothesis
-from gradcheck_suite.port.drawing import binding_points, resampled, smallest_difference
+from gradcheck_suite.port.changes import RAISED, Hypothesis, of_ours
+from gradcheck_suite.port.drawing import author_points, binding_points, described, resampled
+from gradcheck_suite.port.drawn_inputs import DrawnInputs, loss_error, nonfinite, run_with, special
 from gradcheck_suite.port.families import FAMILIES, reordered
 from gradcheck_suite.port.gradients import place_gradient, stops, wrong_gradients
 from gradcheck_suite.port.mapping import StateMap
 from gradcheck_suite.port.matching import Matching, array, outputs_error
 from gradcheck_suite.port.mistakes import mistakes
-from gradcheck_suite.port.number_sets import Array, aligned
+from gradcheck_suite.port.number_sets import SAME, Array, aligned, error
 from gradcheck_suite.port.pair import (
     JaxModel,
     Port,
     default_dtype,
+    is_neutral,
     is_statistic,
     set_state,
     shaped_as,
@@ -43,8 +45,9 @@ from gradcheck_suite.port.pair import (
 from gradcheck_suite.port.precision import precision_findings
 from gradcheck_suite.port.result import Kind, MapRow, PortFinding, PortResult
 from gradcheck_suite.port.running_statistics import statistic_faults
-from gradcheck_suite.port.search import RAISED, Found, Repairs, Search
+from gradcheck_suite.port.search import Found, Repairs, Search
 from gradcheck_suite.port.sides import Point, Sides
+from gradcheck_suite.port.sizes import expect_sizes
 from gradcheck_suite.port.torch_program import LOSS, Call, Change, Ref, TorchRun, fill, flat
 from gradcheck_suite.port.updates import STEP, Updates
 
@@ -52,6 +55,34 @@ MOST = 12
 """Findings at most."""
 OPTIMIZER = "optimizer"
 """The place of a difference between optimizers."""
+
+
+@dataclass(frozen=True)
+class Repair:
+    """A change of torch, and the finding that it explains."""
+
+    hypothesis: Hypothesis
+    finding: PortFinding
+
+
+def _together(repaired: Sequence[Repair]) -> Repairs:
+    found = Repairs()
+    for repair in repaired:
+        found = found.plus(repair.hypothesis)
+    return found
+
+
+def _relative(expected: Any, observed: Array) -> Array:
+    """Return the differences of an output relative to its largest number, infinite where one is no
+    number.
+    """
+    wanted = array(expected).astype(np.float64)
+    found = aligned(array(observed), wanted).astype(np.float64)
+    if found.shape != wanted.shape:
+        return np.full(1, np.inf)
+    off = np.where((found == wanted) | (np.isnan(found) & np.isnan(wanted)), 0.0, found - wanted)
+    largest = np.abs(wanted[np.isfinite(wanted)]).max(initial=0.0) or 1.0
+    return np.where(np.isfinite(off), off, np.inf) / largest
 
 
 class Judge:
@@ -72,11 +103,14 @@ class Judge:
         self.unjudged: str | None = None
         self.smallest: tuple[str, ...] = ()
         self.repairs = Repairs()
+        self._repaired: list[Repair] = []
+        self._is_over = False
         self._opaque = False
         self._is_explained = False
         self.map_rows: tuple[MapRow, ...] = ()
         self._budget = Budget()
         self._unloaded: set[str] = set()
+        expect_sizes(pair.sizes)
         for name in pair.accept:
             if not set(name.split(" and ")) <= CAUSES.keys():
                 raise UsageError(f"accept: {name!r} is no cause{suggestion(name, CAUSES)}")
@@ -105,7 +139,7 @@ class Judge:
                 late = f"not judged from {stage.__name__[1:]} on: {SECONDS:.0f} s were over"
                 self._leave_out(late)
                 return
-            if not self._is_done(stage):
+            if not self._is_done(stage) or self._is_over:
                 return
 
     def _is_done(self, stage: Callable[[], None]) -> bool:
@@ -120,7 +154,7 @@ class Judge:
         except UsageError:
             raise
         except Exception as error:
-            self._leave_out(f"the stage {name!r} was not judged: {_of_ours(error)}")
+            self._leave_out(f"the stage {name!r} was not judged: {of_ours(error)}")
             return name not in ("map", "both_sides")
         return True
 
@@ -136,19 +170,26 @@ class Judge:
 
     def _both_sides(self) -> None:
         self.sides = Sides(self.pair, self.model, self.map, 101 + self._seed)
+        for note in self.sides.notes:
+            self._note(note)
+        for words in self.sides.unmatched:
+            self._add("forward", "", "shape", words)
+        self._is_over = not self.sides.torch_program(self.sides.given).outs
         base, rng = self.sides.given, np.random.default_rng(7 + self._seed)
+        if self.pair.draw is not None:  # what the author draws is the domain
+            self.sides.points += author_points(base, self.pair.draw, 2, self._seed)
+            return
         for kind in ("other", "narrow"):
             inputs = tuple(resampled(x, rng, kind) for x in base.inputs)
             self.sides.points.append(Point(inputs, tuple(resampled(x, rng) for x in base.targets)))
-        if self.pair.torch_loss is not None:
-            self.sides.points += binding_points(
-                base, self.sides.torch_program(base), self.sides.points[1:], self._seed
-            )
+        self.sides.points += binding_points(
+            base, self.sides.torch_program(base), self.sides.points[1:], self._seed
+        )
 
     def _add(
         self, kind: Kind, place: str | None, cause: str, words: str, after: str = "", **more: Any
-    ) -> None:
-        """Add a finding; what its cause means stands behind the words."""
+    ) -> PortFinding:
+        """Add a finding, and return it; what its cause means stands behind the words."""
         means = f" ({meaning(cause)})" if meaning(cause) else ""
         finding = PortFinding(kind, place or "", cause, f"{words}{means}{after}", **more)
         known = {(f.kind, f.place, f.cause) for f in (*self.findings, *self.accepted)}
@@ -157,6 +198,7 @@ class Judge:
                 a for name in self.pair.accept for a in name.split(" and ")
             }
             (self.accepted if accepted else self.findings).append(finding)
+        return finding
 
     # parameters
 
@@ -165,8 +207,11 @@ class Judge:
         used, parameters = self.map.used(), self.sides.torch_program(self.sides.given).parameters
         for name in self.map.names:
             gone = (used[self.map.part(name)] == 0).reshape(self.map.base[name].shape)
-            is_running = is_statistic(name) and not self.pair.train and gone.all()
-            if gone.any() and (name in parameters or is_running) and self._matters(name, gone):
+            # other buffers may be tables that the port computes
+            is_start = is_statistic(name) and not self.pair.train
+            is_start |= not is_statistic(name) and is_neutral(self.map.base[name])
+            is_wanted = name in parameters or (is_start and gone.all())
+            if gone.any() and is_wanted and self._matters(name, gone):
                 self._not_loaded(name, gone)
 
     def _matters(self, name: str, elements: Array) -> bool:
@@ -190,16 +235,20 @@ class Judge:
             neutral = np.full(gone.shape, constant[1][0])
         elif whole and gone.ndim == 1 and ("weight" in own or own == "running_var"):
             neutral = np.ones(gone.shape)
-        cause = "not-loaded" if constant is not None or is_statistic(name) else "unused-parameter"
+        if whole and is_neutral(self.map.base[name]):
+            neutral = self.map.base[name]
+        parameters = self.sides.torch_program(self.sides.given).parameters
+        is_buffer = name not in parameters
+        cause = "not-loaded" if constant is not None or is_buffer else "unused-parameter"
         cause = "missing-bias" if cause == "unused-parameter" and "bias" in own else cause
         what = "no element of it" if whole else f"{int((~gone).sum())} of its {gone.size} elements"
         words = f"expected {name} {gone.shape} in the JAX parameters, observed {what}"
         words += f"; {constant[0].path} stays at {constant[1][0]:g}" if constant is not None else ""
-        self._add("load", name.rpartition(".")[0], cause, words)
+        finding = self._add("load", name.rpartition(".")[0], cause, words)
         mask, fixed = torch.as_tensor(gone), torch.as_tensor(neutral)
         self._unloaded.add(name)
         leaves = {("state", name): lambda v: torch.where(mask, fixed, v)}
-        self.repairs = self.repairs.plus(Hypothesis(cause, "", leaves=leaves))
+        self._repair(Hypothesis(cause, "", leaves=leaves), finding)
 
     def _untied(self) -> None:
         """Judge that what torch ties is one leaf: each of two is stepped by its own part of the
@@ -244,6 +293,7 @@ class Judge:
         return all(self._values_at(point, loss) for point in self.sides.points)
 
     def _values_at(self, point: Point, loss: bool) -> bool:
+        before = len(self._repaired)
         for _ in range(MOST):
             try:
                 run = self._run(point)
@@ -252,31 +302,75 @@ class Judge:
                     raise
                 return True
             off = self._off(point, run, loss)
-            is_drawn = point is not self.sides.given
+            is_drawn = point is not self.sides.given and self.pair.draw is None
             if off <= self.sides.bounds(point).outputs or (
                 is_drawn and self._is_out_of_domain(run)
             ):
+                if any(r.finding.cause == "unknown" for r in self._repaired[before:]):
+                    self._withdraw_idle(point, loss, before)
                 return True
             if self._budget.late or not self._explain(point, loss, off):
-                return False
+                break
+        self._withdraw_idle(point, loss, before)
         return False
 
-    def _run(self, point: Point) -> TorchRun:
-        """Return torch's run, repaired.
+    def _withdraw_idle(self, point: Point, loss: bool, before: int) -> None:
+        """Withdraw causes that repair nothing of a difference that is left.
 
-        Repairs are by index of a call: the calls must be those at the given inputs.
+        A change that was believed because of results in between, and without which what is compared
+        is no farther off, is no cause. What was found behind it counts on it, and goes too: the
+        place is left, with `unknown`.
+
+        Args:
+            point: at which outputs differ.
+            loss: whether the loss is compared.
+            before: number of repairs before the difference was looked at.
         """
-        first, program = (
-            self.sides.torch_program(self.sides.given).calls,
-            self.sides.torch_program(point),
-        )
-        if self.repairs.changes and [c.name for c in first] != [c.name for c in program.calls]:
-            raise ValueError("another program at these inputs")
-        return self.repairs.run(program)
+        # the port's value in place of torch's repairs whatever comes before it
+        named = [r for r in self._repaired if r.finding.cause != "unknown"]
+        with_all = self._distance(point, loss, named)
+        for number in range(before, len(self._repaired)):
+            repair = self._repaired[number]
+            if repair.finding.cause == "unknown":
+                continue
+            others = [r for r in named if r is not repair]
+            if self._distance(point, loss, others) > with_all * (1 + 1e-6):
+                continue
+            gone = [r.finding for r in self._repaired[number:]]
+            later = (
+                self.findings[self.findings.index(gone[0]) :] if gone[0] in self.findings else []
+            )
+            self.findings = [f for f in self.findings if f not in later and f not in gone]
+            self.accepted = [f for f in self.accepted if f not in gone]
+            self._repaired = self._repaired[:number]
+            self.repairs = _together(self._repaired)
+            plain = re.sub(r", observed .*", "", gone[0].words)
+            words = f"{plain}, observed other numbers, of which no single change explains all"
+            self.findings.append(replace(gone[0], cause="unknown", words=words))
+            return
+
+    def _distance(self, point: Point, loss: bool, repaired: Sequence[Repair]) -> float:
+        """Return the root mean square of the relative differences that some repairs leave."""
+        theirs = self.sides.jax_run(point)
+        try:
+            run = run_with(_together(repaired), self.sides, point)
+        except RAISED:
+            return float("inf")
+        if loss:
+            return loss_error(run, theirs.loss)
+        squares = [
+            float(np.mean(np.square(off)))
+            for off in map(_relative, run.outs, theirs.outs[: len(run.outs)])
+        ]
+        total = float(np.sqrt(sum(squares)))
+        return total if np.isfinite(total) else float("inf")
+
+    def _run(self, point: Point) -> TorchRun:
+        return run_with(self.repairs, self.sides, point)
 
     def _off(self, point: Point, run: TorchRun, loss: bool) -> float:
         theirs = self.sides.jax_run(point)
-        return _loss_error(run, theirs.loss) if loss else outputs_error(run.outs, theirs.outs)
+        return loss_error(run, theirs.loss) if loss else outputs_error(run.outs, theirs.outs)
 
     def _is_out_of_domain(self, run: TorchRun) -> bool:
         """Return whether torch gives NaN at a drawn input, which it does not at the given one."""
@@ -292,26 +386,31 @@ class Judge:
         matching = Matching(program, self._run(point), self.sides.side(point))
         ends = matching.ends(loss, allowed)
         region, first = matching.region(ends)
+        is_by_arrays = not region
+        if is_by_arrays:
+            region, first = matching.region_by_arrays(ends)
         # the port's value in place of torch's, where the cause is unknown, is that of one point
         # alone
         witnesses = () if self._opaque else tuple(self.sides.witnesses(point))
         search = Search(program, matching, self.repairs, loss, allowed, self._budget, witnesses)
-        return (
-            search,
-            ends,
-            first,
-            search.find(FAMILIES, region, first) if region else reordered(search, ends),
-        )
+        found = search.find(FAMILIES, region, first) if region else None
+        if found is None and is_by_arrays:
+            found = reordered(search, ends)
+        for words in search.odd:
+            self._note(f"a change could not be tried: {words}")
+        return search, ends, first, found
 
     def _explain(self, point: Point, loss: bool, off: float) -> bool:
         """Add a finding; return whether it is repaired."""
         search, ends, first, found = self._searched(point, loss)
         matching = search.matching
         numbers: dict[str, Any] = {"error": off, "allowed": self.sides.bounds(point).outputs}
-        if point.words:
-            self.smallest = point.words
+        after = ""
+        if point is not self.sides.given:
+            self.smallest = point.words or described(point)
+            after = self._if_no_input(point)
         if found is not None:
-            self._explained(matching, found, numbers)
+            self._explained(matching, found, numbers, after)
             return True
         if self.sides.jax_program(point).random and not self.pair.train:
             names = [
@@ -320,27 +419,34 @@ class Judge:
             words = "expected no random numbers in evaluation, observed the port drawing some"
             self._add("forward", names[0] if names else "", "dropout-active", words, **numbers)
             return False
-        if not first:
-            call = next(
-                (matching.program.calls[e.kind] for e in ends if isinstance(e.kind, int)), None
-            )
-            words = (
-                "expected torch's output, observed its numbers in another order or at other"
-                " positions"
-            )
-            where = call.where if call is not None else None
-            self._add(
-                "forward",
-                call.path if call else "",
-                "order-of-elements",
-                words,
-                torch=where,
-                **numbers,
-            )
-            return False
-        return self._unknown(search, first[0], numbers)
+        outs = zip(matching.run.outs, matching.side.outs, strict=False)
+        if not first or all(_has_same_numbers(mine, other) for mine, other in outs):
+            return self._elsewhere(matching, ends, numbers, after)
+        return self._unknown(search, first[0], numbers, after)
 
-    def _explained(self, matching: Matching, found: Found, numbers: Mapping[str, Any]) -> None:
+    def _elsewhere(
+        self, matching: Matching, ends: list[Ref], numbers: Mapping[str, Any], after: str
+    ) -> bool:
+        """Add a finding of outputs that differ though no result of torch is lost; return False."""
+        program, side = matching.program, matching.side
+        call = next((program.calls[e.kind] for e in ends if isinstance(e.kind, int)), None)
+        differ = nonfinite(matching.run.outs, side.outs)
+        pairs = zip(matching.run.outs, side.outs, strict=False)
+        if not differ and all(_has_same_numbers(mine, other) for mine, other in pairs):
+            cause = "order-of-elements"
+            words = "expected torch's output, observed its numbers in another order"
+        else:
+            cause = "unknown"
+            wanted = _named(call) if call is not None else "torch's output"
+            words = f"expected {wanted}, observed other numbers{f': {differ}' if differ else ''}"
+        place = call.path if call is not None else ""
+        where = call.where or None if call is not None else None
+        self._add("forward", place, cause, words, after, torch=where, **numbers)
+        return False
+
+    def _explained(
+        self, matching: Matching, found: Found, numbers: Mapping[str, Any], after: str
+    ) -> None:
         hypothesis, calls = found.hypothesis, matching.program.calls
         call = calls[hypothesis.at if hypothesis.at is not None else found.place]
         jax_at = (
@@ -355,18 +461,19 @@ class Judge:
             else ""
         )
         kind: Kind = "load" if hypothesis.kind == "load" else "forward"
-        self._add(
+        finding = self._add(
             kind,
             place,
             hypothesis.cause,
             words,
+            after,
             torch=call.where or None,
             jax=jax_at or None,
             **numbers,
         )
-        self.repairs = self.repairs.plus(hypothesis)
+        self._repair(hypothesis, finding)
 
-    def _unknown(self, search: Search, index: int, numbers: Mapping[str, Any]) -> bool:
+    def _unknown(self, search: Search, index: int, numbers: Mapping[str, Any], after: str) -> bool:
         """Add a finding without a cause.
 
         Return whether the port's value could be put in its place.
@@ -374,21 +481,39 @@ class Judge:
         matching = search.matching
         call = matching.program.calls[index]
         where, value = matching.nearest_in_jax(index)
+        differ = nonfinite(matching.run.outs, matching.side.outs)
         words = (
             f"expected {_named(call)}, observed other"
             f" numbers{_shown(matching.run.seen[index][0], value)}"
         )
+        words += f": {differ}" if differ else ""
         words += search.budget.words
-        self._add(
+        finding = self._add(
             "forward",
             call.path,
             "unknown",
             words,
+            after,
             torch=call.where or None,
             jax=where or None,
             **numbers,
         )
-        out, best = matching.run.seen[index][0], None
+        best = self._value_put_in(search, index)
+        if best is None or sum(f.cause == "unknown" for f in self.findings) > 2:
+            return False
+        self._opaque = True  # the port's value is a constant: gradients do not pass through it
+        self._repair(best, finding)
+        return True
+
+    def _repair(self, hypothesis: Hypothesis, finding: PortFinding) -> None:
+        """Repair torch by what explains a finding."""
+        self._repaired.append(Repair(hypothesis, finding))
+        self.repairs = self.repairs.plus(hypothesis)
+
+    def _value_put_in(self, search: Search, index: int) -> Hypothesis | None:
+        """Return the port's value in place of a call's result, if what is behind it agrees then."""
+        matching, best = search.matching, None
+        out = matching.run.seen[index][0]
         for i in matching.lost_numbers.of_size(out.numel())[:40]:
             fixed = torch.as_tensor(np.array(aligned(matching.lost_numbers.arrays[i], array(out))))
             if fixed.shape != out.shape:
@@ -403,11 +528,7 @@ class Judge:
             rank = (found.error <= search.close, found.gained)
             if best is None or rank > best[0]:
                 best = rank, hypothesis
-        if best is None or sum(f.cause == "unknown" for f in self.findings) > 2:
-            return False
-        self._opaque = True  # the port's value is a constant: gradients do not pass through it
-        self.repairs = self.repairs.plus(best[1])
-        return True
+        return None if best is None else best[1]
 
     def _statistics(self) -> None:
         if not self.pair.train:
@@ -425,8 +546,18 @@ class Judge:
             return
         self.judged.append("running statistics")
         allowed = self.sides.bounds(self.sides.given).outputs
+        alike: dict[tuple[str, str], list[tuple[str, float]]] = {}
         for name, cause, observed, off in statistic_faults(self.sides, allowed):
+            own = name.rpartition(".")[2]
+            alike.setdefault((cause, f"{own} {observed}"), []).append((name, off))
+        # one line of the port updates those of all layers
+        for (cause, observed), faults in alike.items():
+            name, off = faults[0][0], max(off for _, off in faults)
+            observed = observed.partition(" ")[2]
             words = f"expected {name} after the step as torch has it, observed {observed}"
+            if others := [other for other, _ in faults[1:]]:
+                shown = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+                words += f", as of {counted(len(others), 'more buffer')}: {shown}"
             self._add("state", name.rpartition(".")[0], cause, words, error=off, allowed=allowed)
 
     # gradients and updates
@@ -517,52 +648,37 @@ class Judge:
     # drawn inputs
 
     def _drawn(self) -> None:
-        if self.findings or self.accepted:
+        if self.findings or self._opaque:
             return
-        base, shapes = self.sides.given, list[Any]()
-        differs = lambda point: self._differs_at(point, shapes)  # noqa: E731 - one use
-        found = smallest_difference(base, differs, self.pair.draw, self._options, self._budget)
-        if found is not None:
-            self.sides.points[1:] = [found]
-            explained = self._values(loss=False)
-            same = found.shapes == base.shapes and self.pair.torch_loss is not None
-            if explained and same and not self.findings:
-                self._values(loss=True)
-        elif shapes:
-            self.judged.append(
-                f"{counted(len(shapes), 'drawn input')} of {counted(len(set(shapes)), 'shape')}"
-            )
+        base = self.sides.given
+        drawn = DrawnInputs(self.sides, self.repairs, self._options, self._budget)
+        found = drawn.search()
+        for note in drawn.notes:
+            self._note(note)
+        if drawn.asked:
+            self.judged.append(drawn.words)
+        if found is None:
+            return
+        self.smallest = found.point.words
+        if found.cause:
+            words = f"expected torch's function at these sizes, too, observed {found.words}"
+            self._add("forward", "", found.cause, words, self._if_no_input(found.point))
+            return
+        self.sides.points[1:] = [found.point]
+        explained = self._values(loss=False)
+        same = found.point.shapes == base.shapes and self.pair.torch_loss is not None
+        if explained and same and not self.findings:
+            self._values(loss=True)
 
-    def _differs_at(self, point: Point, shapes: list[Any]) -> bool:
-        """Return whether both sides run at a drawn input, are finite, and differ.
-
-        Note the shapes if they run.
-        """
-        try:
-            run = Repairs().run(self.sides.torch_program(point))
-        except Exception:  # the torch module takes no such input
-            return False
-        if any(not bool(torch.isfinite(o).all()) for o in run.outs if o.is_floating_point()):
-            return False
-        try:
-            outs, loss = self.sides.jax_program(point).ends(*self.sides.arguments(point))
-        except Exception as error:
-            self._note(
-                f"the JAX side raised {type(error).__name__} at inputs of other sizes, which torch"
-                " takes"
-            )
-            return False
-        if [o.size for o in outs] != [o.numel() for o in run.outs]:
-            self._note("the JAX side returns other shapes at inputs of other sizes")
-            return False
-        shapes.append(point.shapes)
-        off = outputs_error(run.outs, outs)
-        # a loss may have the number of rows written in
-        if point.shapes == self.sides.given.shapes and self.pair.torch_loss is not None:
-            off = max(off, _loss_error(run, loss))
-        if off <= self.sides.bounds(self.sides.given).outputs:
-            return False
-        return bool(off > self.sides.bounds(point).outputs)
+    def _if_no_input(self, point: Point) -> str:
+        """Return what is special in a drawn input, and how to exclude it."""
+        own = special(point, self.sides.given)
+        key = "draw" if point.shapes == self.sides.given.shapes else "sizes"
+        words = "; both sides agree at the given inputs, and differ at drawn ones"
+        words += f": {own}" if own else ""
+        if self.pair.draw is not None:
+            return words
+        return f"{words}. If these are no inputs of the model, exclude them by `{key}`"
 
     def _precision(self) -> None:
         """Report what is computed in a lower precision; it changes no verdict."""
@@ -625,6 +741,9 @@ class Judge:
                     changed = self.repairs.plus(hypothesis).run(program)
                 except RAISED:
                     continue
+                except Exception as error:
+                    self._note(f"a fault could not be planted: {of_ours(error)}")
+                    continue
                 off = outputs_error(changed.outs, side)
                 if off > allowed and np.isfinite(off) and (least is None or off < least[0]):
                     least = (
@@ -649,20 +768,10 @@ class Judge:
         )
 
 
-def _loss_error(run: TorchRun, observed: float) -> float:
-    """Return the relative error of the port's loss.
-
-    Where torch's is no number, nothing is expected.
-    """
-    return outputs_error([run.loss], [observed]) if torch.isfinite(run.loss) else 0.0
-
-
-def _of_ours(error: Exception) -> str:
-    """Return an exception that is nobody's but this package's in words, with its place."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-    said = next(iter(str(error).strip().splitlines()), "")
-    return f"{type(error).__name__}{place}: {said}"[:300] + "; please report it"
+def _has_same_numbers(expected: Any, observed: Array) -> bool:
+    """Return whether an output of the port has torch's numbers, in whatever order."""
+    wanted, found = np.sort(array(expected).reshape(-1)), np.sort(array(observed).reshape(-1))
+    return wanted.shape == found.shape and error(found, wanted) <= SAME
 
 
 def _named(call: Call) -> str:

@@ -27,6 +27,8 @@ from gradcheck_suite.port.pair import (
     distinct,
     drawn_state,
     is_float,
+    is_statistic,
+    may_be_moved,
     movable,
     moved,
     raised,
@@ -132,6 +134,32 @@ class StateMap:
         used, own = self.used(), dict(pair.module.named_parameters(remove_duplicate=False))
         frozen = [n for n in self.names if n in own and not own[n].requires_grad]
         self.movable -= {n for n in frozen if not used[self.part(n)].any()}
+        self.moves_buffers = pair.load is not None and bool(self._loaded_buffers())
+        self.movable |= self._loaded_buffers() if self.moves_buffers else set()
+
+    def _loaded_buffers(self) -> set[str]:
+        """Return the buffers that the port loads and that may have other values.
+
+        Those of a module are moved together or not at all: a port that loads one of two tables may
+        compute the other from it.
+        """
+        used = self.used()
+        parameters = {n for n, _ in self.pair.module.named_parameters(remove_duplicate=False)}
+        modules: dict[str, list[str]] = {}
+        for name in self.names:
+            if name not in parameters and not is_statistic(name):
+                modules.setdefault(name.rpartition(".")[0], []).append(name)
+        found = set[str]()
+        for names in modules.values():
+            is_loaded = all((used[self.part(n)] > 0).all() for n in names)
+            if is_loaded and all(may_be_moved(self.base[n]) for n in names):
+                found.update(names)
+        return found
+
+    def keep_buffers(self) -> None:
+        """Leave buffers at the values that the author gave: at others torch gives no numbers."""
+        self.movable -= self._loaded_buffers()
+        self.moves_buffers = False
 
     def flat(self, state: State) -> Array:
         """Return the flat state, (size,)."""
@@ -164,7 +192,9 @@ class StateMap:
         own, load = self.pair.module.state_dict(), self.pair.load
         assert load is not None
         given = {n: shaped_as(v, own[n]).numpy().copy() for n, v in state.items()}
-        return self.model.loaded(raised("load", lambda: load(given)))
+        names = ", ".join(list(given)[:4]) + (", ..." if len(given) > 4 else "")
+        hint = f"its state has numpy arrays by the names of state_dict(): {names}"
+        return self.model.loaded(raised("load", lambda: load(given), hint))
 
     def moved(self, seed: int, much: float = 1.0) -> tuple[State, list[Any]]:
         """Return a state away from the initial one, and the leaves of the JAX parameters in

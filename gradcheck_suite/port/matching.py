@@ -194,6 +194,42 @@ class Matching:
         ]
         return sorted(seen), first
 
+    def region_by_arrays(self, ends: Sequence[Ref]) -> tuple[list[int], list[int]]:
+        """Return the calls before some ends whose results are no whole array of the port's, and the
+        first among them.
+
+        This is for outputs of which the port has every number: another row of a table, an element
+        more or less that is masked. A call that only moves numbers is then lost as well.
+        """
+        todo, seen = [e.kind for e in ends], set[int]()
+        while todo:
+            index = todo.pop()
+            if isinstance(index, int) and index not in seen:
+                seen.add(index)
+                todo += [r.kind for r in self.program.calls[index].refs]
+        lost = {i for i in seen if self._is_no_array(self.run.seen[i])}
+        first = [
+            i for i in sorted(lost) if not any(r.kind in lost for r in self.program.calls[i].refs)
+        ]
+        for i in lost:
+            self.status[i] = False
+        self._sources.clear()
+        return sorted(lost), first
+
+    def _is_no_array(self, outs: Sequence[Any]) -> bool:
+        """Return whether no array of the port has the numbers of a result, each as often."""
+        out = outs[0] if outs else None
+        if not isinstance(out, torch.Tensor) or not out.is_floating_point() or not out.numel():
+            return False
+        wanted, numbers = np.sort(array(out).reshape(-1)), self.side.numbers
+        # zeros and ones may be made in another way
+        if not len(telling(wanted)):
+            return False
+        return not any(
+            error(numbers.sorted(i), wanted) <= numbers.tolerance
+            for i in numbers.of_size(len(wanted))
+        )
+
     def ends(self, loss: bool, close: float) -> list[Ref]:
         """Return the loss, or the outputs that differ by more than a relative error.
 

@@ -27,8 +27,7 @@ NEAR_ZERO = 1e-3
 def error(observed: Array, expected: Array) -> float:
     """Return the largest difference over the largest finite expected number.
 
-    Equal infinities differ by 0, and so does whatever stands where NaN is expected: nobody relies
-    on it.
+    A number that is not finite equals the same one alone; any other is infinitely far from it.
 
     Args:
         observed: any shape.
@@ -41,13 +40,14 @@ def error(observed: Array, expected: Array) -> float:
     observed, expected = observed.astype(np.float64), expected.astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
         off = np.asarray(np.abs(observed - expected))
-    # masks of -1e30, of the smallest number and of -inf are one
+    # masks of -1e30 and of the smallest number are one
     huge = (
         (np.abs(observed) > 1e30)
         & (np.abs(expected) > 1e30)
+        & (np.isinf(observed) == np.isinf(expected))
         & (np.sign(observed) == np.sign(expected))
     )
-    off[(observed == expected) | np.isnan(expected) | huge] = 0.0
+    off[(observed == expected) | (np.isnan(observed) & np.isnan(expected)) | huge] = 0.0
     off[np.isnan(off)] = np.inf
     sizes = np.abs(expected[np.isfinite(expected) & (np.abs(expected) < 1e30)])
     largest = float(sizes.max(initial=0.0))

@@ -63,6 +63,9 @@ class Port:
         jax_optimizer: an `optax.GradientTransformation`.
         train: whether both are in train mode; running statistics are then compared.
         draw: a Hypothesis strategy of inputs, or `draw(seed) -> inputs`.
+        sizes: that the pair is made for: None for all that torch takes, `"given"`, a function of
+            the inputs that returns whether it is made for them, or a dict of axes of the first
+            input, or (input, axis), with a size or a container of sizes.
         accept: names of causes that are intended.
         outputs: what is compared of an output, where not all of it is.
         rebuild: the function that made the pair, or None.
@@ -82,6 +85,7 @@ class Port:
     jax_optimizer: Any = None
     train: bool = False
     draw: Any = None
+    sizes: Any = None
     accept: tuple[str, ...] = ()
     outputs: Callable[[Any], Any] | None = None
     rebuild: Callable[[], Any] | None = field(default=None, repr=False)
@@ -395,7 +399,20 @@ def _path(keys: Sequence[Any]) -> str:
     return ".".join(parts[:-1] if is_variable else parts)
 
 
-def flat_output(out: Any) -> list[Any]:
+@dataclass(frozen=True)
+class Output:
+    """One array of an output.
+
+    Attributes:
+        name: keys and fields that lead to it; empty where none does.
+        value: the array.
+    """
+
+    name: str
+    value: Any
+
+
+def named_outputs(out: Any, name: str = "") -> list[Output]:
     """Return the arrays of an output of either side: sequences in order, dicts by sorted keys,
     dataclasses by field.
     """
@@ -404,16 +421,24 @@ def flat_output(out: Any) -> list[Any]:
         or is_array(out)
         or isinstance(out, jax.core.Tracer | np.generic)
     ):
-        return [out]
+        return [Output(name, out)]
     if out is None or isinstance(out, str | bool | int | float):
         return []
     if isinstance(out, Mapping):
-        return [leaf for key in sorted(out) for leaf in flat_output(out[key])]
-    if isinstance(out, list | tuple):
-        return [leaf for part in out for leaf in flat_output(part)]
-    if dataclasses.is_dataclass(out):
-        return [leaf for f in dataclasses.fields(out) for leaf in flat_output(getattr(out, f.name))]
-    return [leaf for leaf in jax.tree.leaves(out) if leaf is not out]
+        named = [(f"{name}.{key}".lstrip("."), out[key]) for key in sorted(out)]
+    elif isinstance(out, list | tuple):
+        named = [(name, part) for part in out]
+    elif dataclasses.is_dataclass(out):
+        fields = [f.name for f in dataclasses.fields(out)]
+        named = [(f"{name}.{field}".lstrip("."), getattr(out, field)) for field in fields]
+    else:
+        return [Output(name, leaf) for leaf in jax.tree.leaves(out) if leaf is not out]
+    return [leaf for own, part in named for leaf in named_outputs(part, own)]
+
+
+def flat_output(out: Any) -> list[Any]:
+    """Return the arrays of an output without their names."""
+    return [leaf.value for leaf in named_outputs(out)]
 
 
 # The module's state, and other values of it.
@@ -465,6 +490,18 @@ def movable(module: nn.Module) -> set[str]:
     return parameters | {name for name in module.state_dict() if is_statistic(name)}
 
 
+def may_be_moved(value: Array) -> bool:
+    """Return whether a buffer may have other values: a mask or a table of positions may not."""
+    if not np.isfinite(value).all():
+        return False
+    return is_neutral(value) or bool((value != np.round(value)).any())
+
+
+def is_neutral(value: Array) -> bool:
+    """Return whether a buffer is zeros or ones, as a normalizer starts that has seen nothing."""
+    return bool((value == 0).all() or (value == 1).all())
+
+
 Draw = Callable[[Array, str], Array]
 
 
@@ -485,6 +522,8 @@ def moved(rng: np.random.Generator, much: float = 1.0) -> Draw:
             much * rng.normal(size=value.shape),
         )
         small = size <= 1e-3  # layers that start at 1e-6 hide what is behind them, as zeros do
+        if not small and _is_in_order(value):
+            return _in_order(value, 0.3 * noise)
         if (
             value.size and value.min() > 0
         ):  # such as a scale or a variance, whose logarithm or root may be taken
@@ -492,6 +531,24 @@ def moved(rng: np.random.Generator, much: float = 1.0) -> Draw:
         return value + (0.2 if small else 0.3 * size) * noise
 
     return draw
+
+
+def _is_in_order(value: Array) -> bool:
+    """Return whether numbers rise or fall, as edges of bins and schedules of noise do."""
+    if value.ndim != 1 or value.size < 3:
+        return False
+    steps = np.diff(value)
+    return bool((steps > 0).all() or (steps < 0).all())
+
+
+def _in_order(value: Array, noise: Array) -> Array:
+    """Return other numbers that rise where the given ones do, and stay between 0 and 1."""
+    if value.min() > 0 and value.max() < 1:
+        new = value ** np.exp(noise)
+    else:
+        new = value + noise * np.abs(np.diff(value)).mean()
+    new = np.sort(new)
+    return new if value[0] < value[-1] else new[::-1].copy()
 
 
 def distinct(rng: np.random.Generator, high: bool) -> Draw:
@@ -577,8 +634,13 @@ def built_again(pair: Port, draw: Draw) -> tuple[Port, State]:
     return again, state_of(again.module)
 
 
-def raised(side: str, call: Callable[[], Any]) -> Any:
+def raised(side: str, call: Callable[[], Any], hint: str = "") -> Any:
     """Return what a call of the author's code returns.
+
+    Args:
+        side: whose code it is, as the message names it.
+        call: of the code.
+        hint: what to do, where an exception has one usual reason.
 
     Raises:
         UsageError: it raised; the message says where.
@@ -594,7 +656,8 @@ def raised(side: str, call: Callable[[], Any]) -> Any:
         ]
         place = f" at {line}" if (line := first_of_author(reversed(frames))) else ""
         said = next(iter(str(error).strip().splitlines()), "")
-        raise UsageError(f"{side} raised {type(error).__name__}{place}: {said}"[:400]) from error
+        words = f"{side} raised {type(error).__name__}{place}: {said}"[:400]
+        raise UsageError(f"{words}{f' ({hint})' if hint else ''}") from error
 
 
 _OWN = str(Path(__file__).resolve().parent.parent)

@@ -14,12 +14,21 @@ import torch
 
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF
 from gradcheck_suite.errors import UsageError
+from gradcheck_suite.port.changes import RAISED
 from gradcheck_suite.port.jax_program import TABLE_MARGIN, JaxProgram, JaxRun, Result, lifted, table
 from gradcheck_suite.port.mapping import StateMap
 from gradcheck_suite.port.matching import Side, array, outputs_error
-from gradcheck_suite.port.number_sets import Array, turn
-from gradcheck_suite.port.pair import JaxModel, Port, flat_output, is_number, raised, set_state
-from gradcheck_suite.port.search import RAISED, Repairs, Witness
+from gradcheck_suite.port.number_sets import Array, aligned, error, turn
+from gradcheck_suite.port.pair import (
+    JaxModel,
+    Port,
+    flat_output,
+    is_number,
+    named_outputs,
+    raised,
+    set_state,
+)
+from gradcheck_suite.port.search import Repairs, Witness
 from gradcheck_suite.port.torch_program import TorchProgram, TorchRun
 
 RESOLUTION = 1e-9
@@ -68,6 +77,10 @@ class Bounds:
     rounded: bool = False
 
 
+_ONE_EXAMPLE = (
+    "an Equinox model usually takes one example: give apply=lambda model, *x: jax.vmap(model)(*x)"
+    " and params=model"
+)
 Forward = tuple[list[Array], float, list[Result]]
 Value = TypeVar("Value")
 
@@ -92,6 +105,8 @@ class Sides:
         leaves: of the JAX parameters.
         given: the inputs that the author gave.
         points: these and others.
+        unmatched: outputs of torch that the port has not, in words.
+        notes: which outputs are compared, where their names do not say it.
     """
 
     def __init__(self, pair: Port, model: JaxModel, state_map: StateMap, seed: int) -> None:
@@ -101,6 +116,14 @@ class Sides:
         self._jax: dict[Any, JaxProgram] = {}
         self._axes: dict[Any, tuple[int, ...]] = {}
         self._shapes: list[tuple[int, ...]] = []
+        self._names: list[str] = []
+        self._their_names: list[str] = []
+        self._left_out: set[int] = set()
+        self._partners: list[int] | None = None
+        self.unmatched: list[str] = []
+        self.notes: list[str] = []
+        if state_map.moves_buffers and not self._is_moved(seed, 1.0):
+            state_map.keep_buffers()
         if not any(self._is_moved(seed, much) for much in (1.0, 0.1, 0.0)):
             self._is_moved(seed, 1.0)
         self._expect_outputs()
@@ -124,14 +147,16 @@ class Sides:
         return out if self.pair.outputs is None else self.pair.outputs(out)
 
     def _torch_ends(self, out: Any, *targets: Any) -> tuple[Any, torch.Tensor]:
-        kept = self.kept(out)
+        named = [o for o in named_outputs(self.kept(out)) if isinstance(o.value, torch.Tensor)]
+        named = [o for i, o in enumerate(named) if i not in self._left_out]
+        self._names, kept = [o.name for o in named], [o.value for o in named]
         if self.pair.torch_loss is not None:
             loss = self.pair.torch_loss(out, *targets)
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 raise UsageError("torch_loss: expected a scalar tensor")
             return kept, loss.reshape(())
         total = torch.zeros((), dtype=torch.float64)
-        for i, o in enumerate(flat_output(kept)):
+        for i, o in enumerate(kept):
             if isinstance(o, torch.Tensor) and o.is_floating_point():
                 total = total + (o * torch.as_tensor(_cotangent(i, tuple(o.shape)))).sum()
         return kept, total
@@ -147,9 +172,11 @@ class Sides:
             more = flat_output(out[1])
             if len(flat_output(out)) > count:  # (output, updated state)
                 out, extras = out[0], [*extras, *more]
-        flat = [jnp.asarray(o) for o in flat_output(self.kept(out))]
-        extras = [*flat[count:], *extras]
-        flat = flat[:count]
+        named = named_outputs(self.kept(out))
+        self._their_names = [o.name for o in named]
+        order = self._order(self._their_names)
+        flat = [jnp.asarray(named[i].value) for i in order[:count]]
+        extras = [*(named[i].value for i in order[count:]), *extras]
         if self.pair.jax_loss is not None:
             loss = jnp.asarray(self.pair.jax_loss(out, *targets))
             if loss.size != 1:
@@ -163,6 +190,20 @@ class Sides:
                     + (self._turned(o.astype(jnp.float64), shape) * _cotangent(i, shape)).sum()
                 )
         return flat, extras, total
+
+    def _order(self, theirs: Sequence[str]) -> list[int]:
+        """Return the places of the port's outputs in torch's order: by their names, where both
+        sides have names, and else as they stand.
+        """
+        chosen = self._partners
+        if chosen is None and set(self._names) <= set(theirs) and all(self._names):
+            left = list(range(len(theirs)))
+            chosen = []
+            for name in self._names:  # several outputs, as of a list, may have one name
+                chosen.append(next((i for i in left if theirs[i] == name), left[0]))
+                left.remove(chosen[-1])
+        chosen = [i for i in chosen or [] if i < len(theirs)]
+        return [*chosen, *(i for i in range(len(theirs)) if i not in chosen)]
 
     def _turned(self, value: Any, shape: tuple[int, ...]) -> Any:
         if value.shape == shape:
@@ -197,7 +238,9 @@ class Sides:
         if shapes not in self._jax:
             self._shapes = [tuple(v.shape) for v in self._torch_outs(point)]
             self._jax[shapes] = raised(
-                "the JAX side", lambda: JaxProgram(self._function, *self.arguments(point))
+                "the JAX side",
+                lambda: JaxProgram(self._function, *self.arguments(point)),
+                _ONE_EXAMPLE if self.model.library == "equinox" else "",
             )
         return self._jax[shapes]
 
@@ -243,8 +286,9 @@ class Sides:
         found = self._at_other_state(point)
         if [c.name for c in found.program.calls] == names:
             yield found
-        for other in self.points:
-            if other is not point and [c.name for c in self.torch_program(other).calls] == names:
+        # what a port does may depend on the sizes, as the padding of SAME does
+        for other in (p for p in self.points if p is not point and p.shapes == point.shapes):
+            if [c.name for c in self.torch_program(other).calls] == names:
                 allowed = self.bounds(other).outputs
                 yield Witness(
                     self.torch_program(other), self.side(other), allowed, same_inputs=False
@@ -272,13 +316,11 @@ class Sides:
         if not outs:
             raise UsageError("the torch module returns no tensor, or `outputs` keeps none")
         run = raised("the JAX side", lambda: self.jax_run(self.given))
-        mine, theirs = [tuple(o.shape) for o in outs], [o.shape for o in run.outs]
-        if len(theirs) < len(mine) or any(
-            o.numel() != r.size for o, r in zip(outs, run.outs, strict=False)
-        ):
-            raise UsageError(
-                f"outputs of shapes that cannot match: torch returns {mine}, the JAX side {theirs}"
-            )
+        if self._is_matched_otherwise(outs, run):
+            outs = self._torch_outs(self.given)
+            if not outs:
+                return
+            run = self.jax_run(self.given)
         for o, r in zip(outs, run.outs, strict=False):
             axes = turn(r.shape, tuple(o.shape), r, array(o))
             if axes is not None:
@@ -301,6 +343,51 @@ class Sides:
                 else "the torch side is"
             )
             raise UsageError(f"{both} NaN at the given inputs: expected numbers to compare")
+
+    def _is_matched_otherwise(self, outs: Sequence[torch.Tensor], run: JaxRun) -> bool:
+        """Find the partners of torch's outputs where names or shapes do not say them.
+
+        What has no partner is noted as unmatched, and left out. Return whether anything is other
+        than it was taken for.
+        """
+        theirs, own = list(run.outs), list(self._names)
+        is_named = all(own) and all(self._their_names)
+        others = set(own) - set(self._their_names) if is_named else set()
+        if len(theirs) == len(outs) and not others and all(map(_same_size, outs, theirs)):
+            return False
+        every = [*theirs, *run.extras]
+        order, left = self._order(self._their_names), list(range(len(every)))
+        partners, left_out = list[int](), set[int]()
+        for i, out in enumerate(outs):
+            fits = [k for k in left if _same_size(out, every[k]) and k < len(order)]
+            if is_named and own[i] not in others:
+                fits = [k for k in fits if self._their_names[order[k]] == own[i]]
+            elif is_named:
+                fits = [k for k in fits if self._their_names[order[k]] not in own]
+            else:
+                fits = [k for k in fits if k == i]
+            if not fits:
+                left_out.add(i)
+                observed = f"one of shape {theirs[i].shape}" if i < len(theirs) else "none"
+                label = f" {own[i]!r}" if own[i] else f" {i}" if len(outs) > 1 else ""
+                self.unmatched.append(
+                    f"expected the output{label} of shape {tuple(out.shape)}, observed {observed}"
+                )
+                continue
+            wanted = array(out)
+            best = min(fits, key=lambda k: error(aligned(array(every[k]), wanted), wanted))
+            left.remove(best)
+            partners.append(order[best])
+            if others and own[i] in others:
+                theirs_name = self._their_names[order[best]]
+                self.notes.append(
+                    f"torch's output {own[i]!r} is compared with the port's {theirs_name!r}, whose"
+                    " numbers are nearest: the names differ"
+                )
+        self._left_out, self._partners = left_out, partners
+        self._jax.clear()
+        self.given.kept.clear()
+        return True
 
     # bounds
 
@@ -333,7 +420,7 @@ class Sides:
             leaves = [kept.get(i, leaf) for i, leaf in enumerate(self.leaves)]
             shifted = self.jax_program(point).run(leaves, *self.arguments(point)[1:], shift=unit)
             off = outputs_error([*run.outs, run.loss], [*shifted.outs, shifted.loss])
-            before, after = self.pulled(run.gradients), self.pulled(shifted.gradients)
+            before, after = self.gradients(run), self.gradients(shifted)
             self._add(bounds, off + TABLE_MARGIN * unit, before, after, 1.0)
             bounds.rounded = True
         return bounds
@@ -422,25 +509,43 @@ class Sides:
         leaves: Mapping[Any, torch.Tensor] | None = None,
     ) -> tuple[TorchRun, dict[str, Array]]:
         """Return a run of torch with its graph, and the gradient of each parameter, zeros where
-        there is none.
+        there is none, and of each input that has one.
         """
+        inputs = [k for k in program.given if program.has_gradient(k)]
         given = {
-            k: v.requires_grad_(k[0] == "state" and k[1] in program.parameters)
+            k: v.requires_grad_(k in inputs or (k[0] == "state" and k[1] in program.parameters))
             for k, v in (leaves or {}).items()
         }
         run = repairs.run(program, grad=True, inputs=given)
         names = [n for n in self.map.names if n in program.parameters]
         slopes = {n: np.zeros(self.map.base[n].shape) for n in names}
         if run.loss.requires_grad:
-            tensors = [run.leaves["state", n] for n in names]
+            # inputs are moved by repairs, too: their gradient is by what the module gets
+            keys = [("state", n) for n in names] + [k for k in inputs if run.leaves[k].is_leaf]
+            tensors = [run.leaves[k] for k in keys]
             found = torch.autograd.grad(run.loss, tensors, allow_unused=True, retain_graph=True)
-            slopes |= {n: array(g) for n, g in zip(names, found, strict=True) if g is not None}
+            called = [*names, *(input_name(int(k[1])) for k in keys[len(names) :])]
+            slopes |= {n: array(g) for n, g in zip(called, found, strict=True) if g is not None}
         return run, slopes
+
+    def gradients(self, run: JaxRun) -> dict[str, Array]:
+        """Return the port's gradient of each torch tensor and of each input."""
+        by_input = {input_name(i): g for i, g in run.input_gradients.items()}
+        return self.pulled(run.gradients) | by_input
 
     def pulled(self, gradients: Sequence[Any]) -> dict[str, Array]:
         """Return the port's gradient of each torch tensor."""
         vector = self.map.pull(gradients)
         return {n: vector[self.map.part(n)].reshape(self.map.base[n].shape) for n in self.map.names}
+
+
+def _same_size(mine: torch.Tensor, other: Any) -> bool:
+    return mine.numel() == np.size(other)
+
+
+def input_name(place: int) -> str:
+    """Return what the gradient by an input is called."""
+    return f"input {place}"
 
 
 def _anywhere(moved: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

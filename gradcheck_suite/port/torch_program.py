@@ -434,6 +434,8 @@ class TorchProgram:
             out = module(*arguments, **pytree.tree_map(as_tensor, dict(kwargs)))
             self._recorder.stack.append(LOSS)
             kept, loss = ends(out, *[v for kind, _, v in given if kind == "target"])
+        # a leaf that is written into cannot have a gradient
+        self.written = {k for k, v in self.given.items() if v._version}
         self.after = {
             n: v.detach().clone().numpy() for n, v in own.items() if n not in self.parameters
         }
@@ -480,9 +482,24 @@ class TorchProgram:
                 todo += [r.kind for r in self.calls[index].refs]
         return found
 
+    def has_gradient(self, key: Any) -> bool:
+        """Return whether the gradient by an input can be compared.
+
+        Its numbers have to be real and different: with zeros or equal ones, as of padding, a
+        maximum has several gradients that are right.
+        """
+        value = self.given[key]
+        if key[0] != "input" or key in self.written or not value.is_floating_point():
+            return False
+        different = len(torch.unique(value)) == value.numel()
+        return bool(different and value.all() and (value != value.round()).any())
+
     def leaves(self, grad: bool = False) -> dict[Any, torch.Tensor]:
         """Return fresh tensors of the state and the inputs; tied names share one."""
         found, made = dict(self.given), dict[Any, torch.Tensor]()
+        for key, value in self.given.items() if grad else ():
+            if self.has_gradient(key):
+                found[key] = value.detach().clone().requires_grad_()
         for name in self.names:
             if self._memory[name] not in made:
                 made[self._memory[name]] = self.state[name].clone()

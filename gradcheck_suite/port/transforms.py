@@ -25,12 +25,25 @@ def transforms(x: Any) -> Iterator[Transform]:
         return
     if x.dtype == torch.bool:
         yield from _of_mask(x)
+    elif x.is_complex():
+        yield from _of_complex(x)
     elif not x.is_floating_point():
         yield from _of_whole_numbers(x)
     else:
         yield from exchanges(x)
         yield from signs(x)
         yield from functions(x)
+
+
+def _of_complex(x: Any) -> Iterator[Transform]:
+    yield "conjugated", "conjugated", torch.conj_physical
+    yield "sign", "with the other sign", torch.neg
+    yield "conjugated", "with real and imaginary part exchanged", _exchanged_parts
+    yield "other-value", "without its imaginary part", lambda v: torch.complex(v.real, 0 * v.real)
+
+
+def _exchanged_parts(value: Any) -> Any:
+    return torch.complex(value.imag, value.real)
 
 
 def _of_mask(x: Any) -> Iterator[Transform]:

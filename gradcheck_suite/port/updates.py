@@ -644,7 +644,12 @@ class Updates:
         }
         settings = list(_settings(self._recipe, self._gradients, names))
         alone = next(((s.cause, s.words) for s in settings if self._explains(s)), None)
-        found = alone or self._other_kind(at) or self._two_settings(settings)
+        found = (
+            alone
+            or self._with_other_rates(settings)
+            or self._other_kind(at)
+            or self._two_settings(settings)
+        )
         cause, words = found or ("unknown", f"other steps{self._budget.words}")
         return UpdateFault(cause, words, wrong[at], leaf, partial and found is None, expected)
 
@@ -659,6 +664,69 @@ class Updates:
         except Exception:  # an optimizer of another kind may take no such setting
             return False
         return not self.wrong(made[0])
+
+    def _with_other_rates(self, settings: Iterable[Setting]) -> tuple[str, str] | None:
+        """Return learning rates that explain the steps, alone or beside one setting.
+
+        A step is proportional to its learning rate, so that the port's can be read off its steps,
+        whatever schedule it has.
+        """
+        simple = [s for s in settings if _SIMPLE.fullmatch(s.cause) and s.cause != "learning-rate"]
+        for setting in (None, *simple[:60]):
+            if not self._budget.spend():
+                return None
+            try:
+                recipe = self._recipe if setting is None else setting.change(self._recipe)
+                rates = self._rates_read_off(recipe)
+            except Exception:  # an optimizer of another kind may take no such setting
+                continue
+            if rates is None:
+                continue
+            words = _rates_in_words([r[0] for r in rates], [r[0] for r in recipe.rates])
+            if setting is None:
+                return "learning-rate", words
+            return f"{setting.cause} and learning-rate", f"{setting.words} and {words}"
+        return None
+
+    def _rates_read_off(self, recipe: Recipe) -> list[list[float]] | None:
+        """Return the learning rates with which torch's steps are the port's, None where no rates
+        do that.
+        """
+        module, count = self._map.pair.module, len(self._mine)
+        rates = [list(r) for r in recipe.rates[:count]]
+        for number in range(count):
+            rates[number] = [rate or 1.0 for rate in rates[number]]
+            steps, _ = torch_steps(
+                module,
+                lambda _: recipe.made(),
+                self._start,
+                recipe.gradients[: number + 1],
+                rates[: number + 1],
+            )
+            before = self._vector(steps[-2] if number else self._start)
+            mine = self._vector(steps[-1]) - before
+            theirs = self._moved_in_port(number, before)
+            used = np.isfinite(theirs)
+            square = float((mine[used] ** 2).sum())
+            factor = float((mine[used] * theirs[used]).sum()) / square if square else 0.0
+            if abs(factor) < 1e-12:  # a rate of 0, up to rounding
+                factor = 0.0
+            rates[number] = [factor * rate for rate in rates[number]]
+        made = torch_steps(module, lambda _: recipe.made(), self._start, recipe.gradients, rates)
+        return None if self.wrong(made[0]) else rates
+
+    def _moved_in_port(self, number: int, before: Array) -> Array:
+        """Return how the port's leaves are away from a flat state after a step, NaN for elements
+        that no copied leaf has.
+        """
+        found = np.full(self._map.size, np.nan)
+        for i in self.leaves:
+            leaf = self._map.leaves[i]
+            if leaf is not None and leaf.is_copy:
+                used = leaf.index >= 0
+                after = np.asarray(self._theirs[number][i]).reshape(-1)[used]
+                found[leaf.index[used]] = after - before[leaf.index[used]]
+        return found
 
     def _other_kind(self, at: int) -> tuple[str, str] | None:
         """Return the optimizer of optax, with torch's settings or its own, by whose steps a leaf
@@ -717,9 +785,27 @@ class Updates:
         return None
 
 
+def _rates_in_words(theirs: Sequence[float], mine: Sequence[float]) -> str:
+    """Return the learning rates of a port in words, and whether its schedule is late or early."""
+
+    def same(a: Sequence[float], b: Sequence[float]) -> bool:
+        return len(a) > 0 and bool(np.allclose(a, b, rtol=1e-6, atol=1e-12))
+
+    listed = ", ".join(f"{r:.6g}" for r in theirs)
+    words = f"learning rates {listed} instead of {', '.join(f'{r:.6g}' for r in mine[:4])}"
+    n = len(theirs)
+    if same(theirs[1:], mine[: n - 1]):
+        return f"a schedule one step behind: {words}"
+    if same(theirs[: len(mine) - 1], mine[1 : n + 1]):
+        return f"a schedule one step ahead: {words}"
+    if same(theirs[1:2], mine[:1]) and abs(theirs[0]) < abs(mine[0]):
+        return f"a schedule that starts one step late: {words}"
+    return words
+
+
 _SIMPLE = re.compile(
     "(missing-)?clipping|clip-epsilon|optimizer-eps|(missing-)?weight-decay|learning-rate|nesterov|momentum"
-    "|decoupled-decay|decay-mask|eps-inside-root|bias-correction"
+    "|decoupled-decay|decay-mask|eps-inside-root|bias-correction|betas"
 )
 """Causes of which two are tried together."""
 

@@ -83,6 +83,7 @@ TABLE = (
             "NllLossBackward0._saved_reduction",
             "NllLossBackward0._saved_ignore_index",
             "Module._buffers",
+            "Module._compiled_call_impl",
             "Module._forward_hooks",
             "Module._forward_pre_hooks",
             "Tensor._backward_hooks",
@@ -163,6 +164,25 @@ TABLE = (
             "jax.experimental.io_callback",
             "jax.experimental.serialize_executable.serialize",
         ),
+    ),
+    PrivateNames(
+        "audit",
+        "jax",
+        (
+            "jax._src.api_util.infer_argnums_and_argnames",
+            "jax._src.core.trace_state_clean",
+            "jax.core.Tracer",
+            "jax.core.eval_jaxpr",
+            "jax.extend.core.Literal",
+            "jax.extend.core.Primitive",
+            "jax.interpreters.ad.primitive_jvps",
+            "jax.interpreters.batching.fancy_primitive_batchers",
+            "jax.interpreters.mlir.register_lowering",
+            "jax.lax.pcast",
+            "jax.shard_map",
+            "jax.typeof",
+        ),
+        ("infer_params",),  # by which `jax.pmap` prepares a call
     ),
     PrivateNames(
         "port",

@@ -580,7 +580,17 @@ def _users(problem: Problem, case: Case, sources: Sources) -> dict[str, Any]:
 def _folder(name: str) -> Path:
     """Return the folder in which `FILE.py:NAME` or `package.module:NAME` is looked up."""
     place = name.rpartition(":")[0]
-    return Path(place).resolve().parent if place.endswith(".py") else Path.cwd()
+    if place.endswith(".py"):
+        return Path(place).resolve().parent
+    # a module of a src layout is found on Python's path, as `pythonpath` sets it
+    top = place.partition(".")[0]
+    installed = (sys.prefix, sys.base_prefix)
+    own = (f for f in sys.path if f and not any(Path(f).is_relative_to(each) for each in installed))
+    folders = [Path.cwd(), *map(Path, own)]
+    has = (
+        folder for folder in folders if (folder / top).is_dir() or (folder / f"{top}.py").is_file()
+    )
+    return next(has, Path.cwd()).absolute()
 
 
 def _loaded(name: str) -> str:

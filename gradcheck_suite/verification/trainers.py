@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gradcheck_suite.core.case import Plan
 from gradcheck_suite.core.contract import Problem
-from gradcheck_suite.core.results import Result
+from gradcheck_suite.core.results import Result, Verdict
 from gradcheck_suite.core.text import cut_text
 from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.loops.trainers import TRAINERS
@@ -81,6 +81,7 @@ def ask(
     examples: int,
     seed: int = 0,
     problem: Problem | None = None,
+    progress: Callable[[Verdict], None] | None = None,
 ) -> Answer:
     """Ask a trainer one question.
 
@@ -92,6 +93,7 @@ def ask(
         examples: number of cases.
         seed: the seed of the cases.
         problem: the problem to train in place of the one that the question names.
+        progress: called with every verdict.
     """
     small = plans(max_windows=2, max_accumulation_steps=MAX_SIZE, max_items=MAX_SIZE)
     try:
@@ -106,6 +108,7 @@ def ask(
                 plan=small if question.cut is None else cut_plans(question.cut),
                 examples=examples,
                 seed_value=seed,
+                progress=progress,
                 quiet=True,
             )
     except CannotRunHere as error:

@@ -618,7 +618,9 @@ for window in toy.windows(4, 2, 7, 1, 3, 3):
     optimizer.step()
     optimizer.zero_grad()""",
     ),
-    "finding_miscounted": sound(
+    # One target too many is counted in each micro-batch, as for the first token of each row.
+    "faulty_one_target_too_many": faulty(
+        "wrong-count",
         "number, window in enumerate(toy.windows(*[6] * 12))",
         start="""
 for x, y in window:

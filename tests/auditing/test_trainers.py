@@ -20,7 +20,7 @@ import torch
 from gradcheck_suite.auditing.context import lightning_callback, transformers_callback
 from tests.auditing.running import audited, audited_on_two_ranks
 
-MISCOUNTED = "that is none of what it may count"
+MISCOUNTED = "(padding or shifted labels counted?)"
 PLAIN = {
     ("timm_like",): "wrong-scale",
     ("timm_like", "--repaired"): None,
@@ -45,14 +45,14 @@ WITH_A_LIBRARY = {
     ("transformers_trainer", "llama"): ("transformers", None),
     ("transformers_trainer", "llama", "--left", "--rows", "13"): ("transformers", None),
     ("transformers_trainer", "llama", "--lora"): ("peft", None),
-    ("transformers_trainer", "gpt2"): ("transformers", MISCOUNTED),
-    ("transformers_trainer", "gpt2", "--lora"): ("peft", MISCOUNTED),
+    ("transformers_trainer", "gpt2"): ("transformers", "wrong-count"),
+    ("transformers_trainer", "gpt2", "--lora"): ("peft", "wrong-count"),
     ("transformers_trainer", "bert"): ("transformers", "wrong-scale"),
     ("transformers_trainer", "bert", "--lora"): ("peft", "wrong-scale"),
     ("trl_trainer", "sft", "llama"): ("trl", None),
     ("trl_trainer", "dpo", "llama"): ("trl", None),
     ("trl_trainer", "reward", "llama"): ("trl", None),
-    ("trl_trainer", "sft", "gpt2"): ("trl", MISCOUNTED),
+    ("trl_trainer", "sft", "gpt2"): ("trl", "wrong-count"),
     ("trl_trainer", "sft", "llama", "--lora"): ("peft", None),
 }
 """Script with its arguments -> the library that it needs, and the diagnosis, or a finding of several words."""

@@ -137,6 +137,7 @@ SHARED = [
     (OutputOptions, "json", "r.json"),
     (OutputOptions, "html", "r.html"),
     (OutputOptions, "reports", "kept"),
+    (OutputOptions, "pythonpath", ()),
     (OutputOptions, "baseline", ()),
     (OutputOptions, "always_fail_on", ("findings", "zero-gradient")),
 ]
@@ -175,7 +176,7 @@ def test_a_value_is_the_same_from_the_command_line_from_pyproject_and_in_python(
         declared(options, name),
         ".".join(["tool.gradcheck-suite", *filter(None, [options.table])]),
     )
-    kept = PATH.parsed(value) if one.values is PATH else value
+    kept = PATH.parsed(value) if one.values is PATH and not one.repeatable else value
     given = options(**{name: kept})
     assert getattr(given, name) == kept
     if not one.flag:
@@ -230,7 +231,7 @@ def test_a_wrong_value_is_refused_with_one_message_on_every_path(
     [
         (
             "tool.gradcheck-suite]\nreport = 'kept'",
-            "expected one of reports, accept, fail-on, verify, audit, port; got 'report' (did",
+            "expected one of reports, pythonpath, accept, fail-on, verify, audit, port; got 'report'",
         ),
         ("tool.gradcheck-suite]\nreports = 3", "reports: expected a path, got 3"),
         ("tool.gradcheck-suite]\nreports = ''", "reports: expected a path, got ''"),

@@ -351,10 +351,6 @@ def sgd(parameters: Any) -> Any:
 
 
 BAD: dict[str, tuple[Any, str]] = {
-    "shapes": (
-        lambda: bad(apply=lambda p, x: x[:, :2] + p["last.bias"][0]),
-        "outputs of shapes that cannot match",
-    ),
     "key": (lambda: bad(module=None), "the pair has no 'module'"),
     "misspelt": (
         lambda: {"input" if k == "inputs" else k: v for k, v in head().items()},
@@ -382,6 +378,13 @@ BAD: dict[str, tuple[Any, str]] = {
     "accept": (lambda: bad(accept=("epps",)), "'epps' is no cause"),
     "no pair": (lambda: 3, "expected a gradcheck_suite.Port or a dict"),
 }
+
+
+def test_an_output_of_another_shape_differs():
+    result = judge_function(
+        lambda: bad(apply=lambda p, x: x[:, :2] + p["last.bias"][0]), "of another shape"
+    )
+    assert [(f.cause, f.kind) for f in result.differences] == [("shape", "forward")]
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -96,9 +96,12 @@ def test_numbers_with_little_variety_explain_nothing():
     [
         ([1.0, 2.0], [1.0, 2.0], 0.0),
         ([1.0, 2.5], [1.0, 2.0], 0.25),
-        ([-np.inf, 1.0], [-1e31, 1.0], 0.0),  # masks
+        ([-1e38, 1.0], [-1e31, 1.0], 0.0),  # masks
+        ([-np.inf, 1.0], [-1e31, 1.0], np.inf),
+        ([-np.inf, 1.0], [-np.inf, 1.0], 0.0),
         ([np.nan, 1.0], [0.0, 1.0], np.inf),
-        ([5.0, 1.0], [np.nan, 1.0], 0.0),  # nobody relies on it
+        ([5.0, 1.0], [np.nan, 1.0], np.inf),
+        ([np.nan, 1.0], [np.nan, 1.0], 0.0),
         ([1.0], [1.0, 2.0], np.inf),
     ],
 )

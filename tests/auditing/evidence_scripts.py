@@ -1,0 +1,776 @@
+"""Training scripts whose fault shows only where the audit measures what it is told, and sound twins
+of them: the second computation, custom functions outside of modules, and edits of `.grad`.
+"""
+
+from __future__ import annotations
+
+from tests.auditing.scripts import Script
+
+START = """
+import torch
+import torch.nn.functional as F
+import numpy, random
+torch.manual_seed(0)
+numpy.random.seed(0)
+random.seed(0)
+"""
+LOOP = """
+for step in range({steps}):
+    for _ in range({passes}):
+        {backward}
+    {after}
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+BODY = "torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))"
+
+
+def _script(
+    backward: str,
+    *,
+    model: str = BODY,
+    before: str = "",
+    after: str = "pass",
+    optimizer: str = "torch.optim.SGD(model.parameters(), lr=0.1)",
+    passes: int = 1,
+    steps: int = 5,
+    tail: str = "",
+) -> str:
+    """Return a script: `backward` is what one micro-batch does."""
+    made = f"model = {model}\noptimizer = {optimizer}\n"
+    loop = LOOP.format(
+        steps=steps,
+        passes=passes,
+        backward=backward.strip().replace("\n", "\n        "),
+        after=after.strip().replace("\n", "\n    "),
+    )
+    return f"{START}{before}\n{made}{loop}{tail}\n"
+
+
+def holds(backward: str, **pieces) -> Script:
+    return Script(_script(backward, **pieces), "holds")
+
+
+def violated(diagnosis: str, backward: str, **pieces) -> Script:
+    return Script(_script(backward, **pieces), "violated", (diagnosis,))
+
+
+def unjudged(reason: str, backward: str, **pieces) -> Script:
+    return Script(_script(backward, **pieces), "unjudged", (reason,))
+
+
+PRODUCT = """
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w.T
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g @ w, {factor} * g.T @ x
+w = torch.nn.Parameter(torch.randn(1, 4))
+"""
+OUTSIDE = {
+    "model": "torch.nn.Linear(3, 4)",
+    "optimizer": "torch.optim.SGD([*model.parameters(), w], lr=0.1)",
+}
+SQUARES = """
+class Squares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.save_for_backward(x - y)
+        return (x - y).square().mean()
+    @staticmethod
+    def backward(ctx, g):
+        (d,) = ctx.saved_tensors
+        return {factor} * g * d / d.numel(), None
+class Loss(torch.nn.Module):
+    def forward(self, x, y):
+        return Squares.apply(x, y)
+loss_of = Loss()
+"""
+SIGN = """
+class Sign(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.sign()
+    @staticmethod
+    def backward(ctx, g):
+        return g
+"""
+FUNCTIONS = {
+    "faulty_weight_outside": violated(
+        "wrong-backward",
+        "Product.apply(model(torch.randn(5, 3)), w).square().mean().backward()",
+        before=PRODUCT.format(factor=-1),
+        **OUTSIDE,
+    ),
+    "faulty_weight_outside_in_windows": violated(
+        "wrong-backward",
+        "(Product.apply(model(torch.randn(5, 3)), w).square().mean() / 3).backward()",
+        before=PRODUCT.format(factor=0.5),
+        passes=3,
+        **OUTSIDE,
+    ),
+    "faulty_loss_module": violated(
+        "wrong-backward",
+        "loss_of(model(torch.randn(5, 3)), torch.randn(5, 1)).backward()",
+        before=SQUARES.format(factor=1),
+    ),
+    "faulty_function_without_module": violated(
+        "wrong-backward",
+        "Squares.apply(torch.randn(5, 3) @ model, torch.randn(5, 1)).backward()",
+        before=SQUARES.format(factor=3),
+        model="torch.nn.Parameter(torch.randn(3, 1))",
+        optimizer="torch.optim.SGD([model], lr=0.1)",
+    ),
+    "sound_weight_outside": holds(
+        "(Product.apply(model(torch.randn(5, 3)), w).square().mean() / 2).backward()",
+        before=PRODUCT.format(factor=1),
+        passes=2,
+        **OUTSIDE,
+    ),
+    "sound_loss_module": holds(
+        "loss_of(model(torch.randn(5, 3)), torch.randn(5, 1)).backward()",
+        before=SQUARES.format(factor=2),
+    ),
+    "sound_straight_through_outside": holds(
+        "(Sign.apply(model(torch.randn(5, 3))) - 0.3).square().mean().backward()", before=SIGN
+    ),
+    "sound_penalty_outside": holds(
+        "(model(torch.randn(5, 3)).square().mean() + 0.1 * model[0].weight.square().sum()).backward()"
+    ),
+    "sound_prompt": holds(
+        "model(torch.cat([prompt, torch.randn(5, 3)])).square().mean().backward()",
+        before="prompt = torch.nn.Parameter(torch.randn(2, 3))\n",
+        optimizer="torch.optim.SGD([*model.parameters(), prompt], lr=0.1)",
+    ),
+}
+"""Custom functions and weights outside of recorded calls."""
+
+AROUND = {
+    "before": 'around = torch.autocast("cpu", dtype=torch.bfloat16)\naround.__enter__()\n',
+    "tail": "around.__exit__(None, None, None)",
+}
+CASTS = {
+    "faulty_autocast_around_the_run": violated(
+        "stale-parameters", "model(torch.randn(5, 3)).float().square().mean().backward()", **AROUND
+    ),
+    "faulty_autocast_around_windows": violated(
+        "stale-parameters",
+        "(model(torch.randn(5, 3)).float().square().mean() / 2).backward()",
+        **AROUND,
+        passes=2,
+        optimizer="torch.optim.Adam(model.parameters(), lr=0.05)",
+    ),
+    "faulty_autocast_around_a_head": violated(
+        "stale-parameters",
+        "(model(torch.randn(5, 3)).float() - 1).square().mean().backward()",
+        **AROUND,
+        model="torch.nn.Linear(3, 1)",
+    ),
+    "sound_autocast_without_cache": holds(
+        "model(torch.randn(5, 3)).float().square().mean().backward()",
+        before=AROUND["before"].replace("16)", "16, cache_enabled=False)"),
+        tail=AROUND["tail"],
+    ),
+    "sound_autocast_cache_cleared": holds(
+        "model(torch.randn(5, 3)).float().square().mean().backward()",
+        **AROUND,
+        after="optimizer.step()\noptimizer.zero_grad()\ntorch.clear_autocast_cache()\n"
+        "model(torch.randn(5, 3)).float().square().mean().backward()\n"
+        "optimizer.step()\noptimizer.zero_grad()\ntorch.clear_autocast_cache()\ncontinue",
+    ),
+    "sound_autocast_of_each_forward": holds(
+        'with torch.autocast("cpu", dtype=torch.bfloat16):\n'
+        "    loss = model(torch.randn(5, 3)).float().square().mean() / 2\n"
+        "loss.backward()",
+        passes=2,
+    ),
+}
+"""Autocast's cache of casts."""
+
+WRITTEN = {
+    "faulty_clamped_between": violated(
+        "stale-parameters",
+        "loss = model(torch.randn(5, 3)).square().mean()\n"
+        "for p in model.parameters():\n    p.data.clamp_(-0.2, 0.2)\nloss.backward()",
+    ),
+    "faulty_average_between": violated(
+        "stale-parameters",
+        "loss = model(torch.randn(5, 3)).square().mean() / 2\n"
+        "for p, q in zip(model.parameters(), average):\n    p.data.copy_(q)\nloss.backward()",
+        before="average = [torch.randn(4, 3), torch.randn(4), torch.randn(1, 4), torch.randn(1)]\n",
+        passes=2,
+    ),
+    "faulty_by_numpy_between": violated(
+        "stale-parameters",
+        "loss = model(torch.randn(5, 3)).square().mean()\n"
+        "model[2].weight.detach().numpy()[:] *= 0.5\nloss.backward()",
+    ),
+    "faulty_written_bfloat16": violated(
+        "stale-parameters",
+        "loss = model(torch.randn(5, 3).bfloat16()).float().square().mean()\n"
+        "for p in model.parameters():\n    p.data.mul_(0.7)\nloss.backward()",
+        model=f"{BODY}.bfloat16()",
+    ),
+    # the backward computes with the casts of the call
+    "sound_written_under_autocast": holds(
+        'with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):\n'
+        "    loss = model(torch.randn(5, 3)).float().square().mean()\n"
+        "for p in model.parameters():\n    p.data.mul_(0.5)\nloss.backward()",
+    ),
+    "faulty_written_float16": violated(
+        "stale-parameters",
+        "loss = model(torch.randn(5, 3).half()).float().square().mean()\n"
+        "for p in model.parameters():\n    p.data.mul_(0.9)\nloss.backward()",
+        model=f"{BODY}.half()",
+    ),
+    "sound_clamped_after_the_step": holds(
+        "model(torch.randn(5, 3)).square().mean().backward()",
+        after="optimizer.step()\noptimizer.zero_grad()\n"
+        "for p in model.parameters():\n    p.data.clamp_(-0.2, 0.2)\n"
+        "model(torch.randn(5, 3)).square().mean().backward()",
+    ),
+    "sound_written_after_the_backward": holds(
+        "model(torch.randn(5, 3)).square().mean().backward()",
+        after="for p in model.parameters():\n    p.data.mul_(0.99)",
+    ),
+    "sound_bias_written_between": holds(
+        "loss = model(torch.randn(5, 3)).square().mean()\nmodel[2].bias.data.add_(1)\n"
+        "loss.backward()\nmodel[2].bias.data.sub_(1)",
+    ),
+    "sound_bfloat16": holds(
+        "(model(torch.randn(5, 3).bfloat16()).float().square().mean() / 2).backward()",
+        model=f"{BODY}.bfloat16()",
+        passes=2,
+    ),
+}
+"""Parameters that are written between a call and its backward."""
+
+BUFFER = 'buffer = numpy.random.randn(5, 3).astype("float32")\n'
+FILL = "buffer[:] = numpy.random.randn(5, 3)"
+INPUTS = {
+    "faulty_refilled_between": violated(
+        "changed-batch",
+        f"loss = model(torch.from_numpy(buffer)).square().mean()\n{FILL}\nloss.backward()",
+        before=BUFFER,
+    ),
+    "faulty_one_row_refilled_between": violated(
+        "changed-batch",
+        "loss = model(torch.from_numpy(buffer)).square().mean() / 2\n"
+        "buffer[3] = 1 + step\nloss.backward()",
+        before=BUFFER,
+        passes=2,
+    ),
+    "faulty_data_refilled_between": violated(
+        "changed-batch",
+        "loss = model(x).square().mean()\nx.data.normal_()\nloss.backward()",
+        before="x = torch.randn(5, 3)\n",
+    ),
+    "faulty_indices_refilled_between": violated(
+        "changed-batch",
+        "loss = model(torch.from_numpy(rows)).square().mean()\n"
+        "rows[:] = (rows + 1) % 7\nloss.backward()",
+        before="rows = numpy.arange(5)\n",
+        model="torch.nn.Embedding(7, 3)",
+    ),
+    "sound_refilled_after": holds(
+        f"(model(torch.from_numpy(buffer)).square().mean() / 2).backward()\n{FILL}",
+        before=BUFFER,
+        passes=2,
+    ),
+    "sound_refilled_where_it_is_not_needed": holds(
+        f"loss = model(torch.from_numpy(buffer)).square().mean()\n{FILL}\nloss.backward()",
+        before=BUFFER
+        + "class Centred(torch.nn.Module):\n    def forward(self, x):\n        return x - x.mean()\n",
+        model="torch.nn.Sequential(Centred(), torch.nn.Linear(3, 1))",
+    ),
+    "sound_scaled_in_place_after": holds(
+        "x = torch.randn(5, 3)\n(model(x).square().mean() / 2).backward()\nx.mul_(0)", passes=2
+    ),
+}
+"""Inputs whose memory is filled again."""
+
+AGAIN = """
+class Again(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, block, x, *parameters):
+        ctx.block, ctx.parameters = block, parameters
+        ctx.save_for_backward(x)
+        ctx.random = torch.get_rng_state()
+        return block(x)
+    @staticmethod
+    def backward(ctx, g):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad(), torch.random.fork_rng():
+            {restore}
+            y = ctx.block(x)
+        return None, *torch.autograd.grad(y, (x, *ctx.parameters), g)
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(3, 4)
+        self.block = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Linear(4, 1))
+    def forward(self, x):
+        return Again.apply(self.block, self.first(x), *self.block.parameters())
+"""
+ADDING = """
+class Again(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, block):
+        ctx.block = block
+        ctx.save_for_backward(x)
+        ctx.random = torch.get_rng_state()
+        return block(x)
+    @staticmethod
+    def backward(ctx, g):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad(), torch.random.fork_rng():
+            {restore}
+            y = ctx.block(x)
+        y.backward(g)
+        return x.grad, None
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)
+    def block(self, x):
+        return self.last({dropped})
+    def forward(self, x):
+        return Again.apply(self.first(x), self.block)
+"""
+OF_TORCH = """
+from torch.utils.checkpoint import checkpoint
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(3, 4)
+        self.block = torch.nn.Sequential(torch.nn.Dropout({p}), torch.nn.Linear(4, 1))
+    def forward(self, x):
+        return checkpoint(
+            self.block, self.first(x), use_reentrant={reentrant}, preserve_rng_state={preserves}
+        )
+"""
+SQUARED = "(model(torch.randn(5, 3)).square().mean() / 2).backward()"
+BY_SCRIPT = "checkpoint(model, torch.randn(5, 3).requires_grad_(), {}).square().mean().backward()"
+IMPORT = "from torch.utils.checkpoint import checkpoint\n"
+DROPPED = "torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(), torch.nn.Linear(4, 1))"
+
+
+def _of_torch(p: float, *, reentrant: bool, preserves: bool) -> dict:
+    text = OF_TORCH.format(p=p, reentrant=reentrant, preserves=preserves)
+    return {"before": text, "model": "Model()", "passes": 2}
+
+
+CHECKPOINTS = {
+    "faulty_own_checkpoint": violated(
+        "wrong-backward", SQUARED, before=AGAIN.format(restore="pass"), model="Model()", passes=2
+    ),
+    "faulty_own_checkpoint_of_the_script": violated(
+        "wrong-backward",
+        "Again.apply(model, torch.randn(5, 3), *model.parameters()).square().mean().backward()",
+        before=AGAIN.format(restore="pass"),
+        model=DROPPED,
+    ),
+    "faulty_reentrant_checkpoint": violated(
+        "wrong-backward", SQUARED, **_of_torch(0.5, reentrant=True, preserves=False)
+    ),
+    "faulty_checkpoint": violated(
+        "wrong-backward", SQUARED, **_of_torch(0.5, reentrant=False, preserves=False)
+    ),
+    "faulty_reentrant_checkpoint_of_the_script": violated(
+        "wrong-backward",
+        BY_SCRIPT.format("use_reentrant=True, preserve_rng_state=False"),
+        before=IMPORT,
+        model=DROPPED,
+    ),
+    "sound_own_checkpoint_that_adds_to_the_gradient": holds(
+        SQUARED,
+        before=ADDING.format(restore="torch.set_rng_state(ctx.random)", dropped="F.dropout(x)"),
+        model="Model()",
+        passes=2,
+    ),
+    "faulty_own_checkpoint_that_adds_to_the_gradient": violated(
+        "wrong-backward",
+        SQUARED,
+        before=ADDING.format(restore="pass", dropped="F.dropout(x)"),
+        model="Model()",
+        passes=2,
+    ),
+    "sound_own_checkpoint": holds(
+        SQUARED,
+        before=AGAIN.format(restore="torch.set_rng_state(ctx.random)"),
+        model="Model()",
+        passes=2,
+    ),
+    "sound_own_checkpoint_of_the_script": holds(
+        "Again.apply(model, torch.randn(5, 3), *model.parameters()).square().mean().backward()",
+        before=AGAIN.format(restore="torch.set_rng_state(ctx.random)"),
+        model=DROPPED,
+    ),
+    "sound_checkpoint_without_dropout": holds(
+        SQUARED, **_of_torch(0.0, reentrant=False, preserves=False)
+    ),
+    "sound_reentrant_checkpoint": holds(SQUARED, **_of_torch(0.5, reentrant=True, preserves=True)),
+    "sound_checkpoint_with_dropout": holds(
+        SQUARED, **_of_torch(0.5, reentrant=False, preserves=True)
+    ),
+    "sound_reentrant_checkpoint_of_the_script": holds(
+        BY_SCRIPT.format("use_reentrant=True"), before=IMPORT, model=DROPPED
+    ),
+}
+"""Checkpoints of all forms."""
+
+MEAN = "F.cross_entropy(model(torch.randn(5, 3)), torch.randint(0, 3, (5,))).backward()"
+OF_CLASSES = {"model": "torch.nn.Linear(3, 3)", "passes": 4, "steps": 7}
+DIVIDE = "for p in model.parameters():\n    p.grad /= 4"
+NORM = "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)"
+BY_HAND = """
+norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+for p in model.parameters():
+    p.grad.mul_(min(1.0, 0.1 / float(norm)))
+"""
+EDITS = {
+    "faulty_undivided_then_clipped": violated("wrong-scale", MEAN, after=NORM, **OF_CLASSES),
+    "faulty_undivided_then_clipped_by_value": violated(
+        "wrong-scale",
+        MEAN,
+        after="torch.nn.utils.clip_grad_value_(model.parameters(), 0.05)",
+        **OF_CLASSES,
+    ),
+    "faulty_divided_twice_then_clipped": violated(
+        "wrong-scale", MEAN, after=f"{DIVIDE}\n{DIVIDE}\n{NORM}", **OF_CLASSES
+    ),
+    "sound_divided_then_clipped": holds(MEAN, after=f"{DIVIDE}\n{NORM}", **OF_CLASSES),
+    "sound_divided_then_clipped_by_value": holds(
+        MEAN,
+        after=f"{DIVIDE}\ntorch.nn.utils.clip_grad_value_(model.parameters(), 0.05)",
+        **OF_CLASSES,
+    ),
+    "sound_divided_then_clipped_by_hand": holds(MEAN, after=DIVIDE + BY_HAND, **OF_CLASSES),
+    "sound_divided_then_clipped_in_two_steps": holds(
+        MEAN,
+        after=f"{DIVIDE}\n"
+        "norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])\n"
+        "torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, norm)",
+        **OF_CLASSES,
+    ),
+    "sound_sum_over_as_many_rows": holds(
+        "(F.mse_loss(model(torch.randn(4, 3)), torch.randn(4, 1), reduction='sum') / 4).backward()",
+        passes=4,
+    ),
+}
+"""Edits of `.grad` after the last pass, in their order."""
+
+KEPT = """
+kept = [torch.zeros_like(p) for p in model.parameters()]
+for _ in range(4):
+    (F.cross_entropy(model(torch.randn(5, 3)), torch.randint(0, 3, (5,))) / 4).backward()
+    for p, b in zip(model.parameters(), kept):
+        {add}
+        p.grad = None
+for p, b in zip(model.parameters(), kept):
+    p.grad = b
+"""
+BY_KEEPING = {"backward": "pass", "model": "torch.nn.Linear(3, 3)"}
+REPLAYED = """
+window = [torch.randn(n, 3) for n in (2, 6)]
+cached = [model(x).detach() for x in window]
+for i, x in enumerate(window):
+    rows = torch.cat([model(x) if j == i else c for j, c in enumerate(cached)])
+    loss = F.cross_entropy(rows @ rows.T, torch.arange(8))
+    (loss{factor}).backward()
+"""
+OF_HANDS = {
+    "faulty_doubled_buffer": violated(
+        "rescaled-accumulator", after=KEPT.format(add="b.add_(b).add_(p.grad)"), **BY_KEEPING
+    ),
+    "faulty_halved_buffer": violated(
+        "rescaled-accumulator", after=KEPT.format(add="b.add_(p.grad).mul_(0.5)"), **BY_KEEPING
+    ),
+    "faulty_divided_buffer": violated(
+        "rescaled-accumulator", after=KEPT.format(add="b.add_(p.grad).div_(4)"), **BY_KEEPING
+    ),
+    "sound_kept_buffer": holds(after=KEPT.format(add="b.add_(p.grad)"), **BY_KEEPING),
+    "sound_tasks": holds(
+        "pass",
+        model="torch.nn.ModuleList([torch.nn.Linear(3, 4), torch.nn.Linear(4, 1),"
+        " torch.nn.Linear(4, 2), torch.nn.Linear(4, 3)])",
+        after="""
+kept = [torch.zeros_like(p) for p in model.parameters()]
+for task, weight in ((1, 4), (2, 2), (3, 1)):
+    model[task](model[0](torch.randn(5, 3))).square().mean().backward()
+    for p, b in zip(model.parameters(), kept):
+        if p.grad is not None:
+            b.add_(p.grad, alpha=weight)
+            p.grad = None
+for p, b in zip(model.parameters(), kept):
+    p.grad = b
+""",
+    ),
+    "faulty_replays_by_items": violated(
+        "unrecognised-weights",
+        "pass",
+        model="torch.nn.Linear(3, 4)",
+        after=REPLAYED.format(factor=" * len(x) / 4"),
+    ),
+    "faulty_replays_by_place": violated(
+        "unrecognised-weights",
+        "pass",
+        model="torch.nn.Linear(3, 4)",
+        after=REPLAYED.format(factor=" / (i + 1)"),
+    ),
+    "sound_replays": holds("pass", model="torch.nn.Linear(3, 4)", after=REPLAYED.format(factor="")),
+    **{
+        f"unjudged_written_{name}": unjudged(
+            "no sum of what the backward passes of the window have brought",
+            "(model(torch.randn(5, 3)).square().mean() / 2).backward()\nmodel.zero_grad()",
+            model="torch.nn.Linear(3, 8)",
+            passes=2,
+            after=f"for p in model.parameters():\n    p.grad = {written}",
+        )
+        for name, written in {
+            "parameters": "2 * p.detach()",
+            "noise": "torch.randn_like(p)",
+            "signs": "p.detach().sign()",
+        }.items()
+    },
+    "sound_stopped": Script(
+        START
+        + f"""
+model = {BODY}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for update in range(4):
+    for i in range(4):
+        (model(torch.randn(5, 3)).square().mean() / 2).backward()
+        if update in (1, 2) and i == 2:
+            optimizer.zero_grad(set_to_none=False)
+            print("stopped")
+            break
+        if i % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+""",
+        "holds",
+    ),
+    "faulty_rest_of_each_epoch": Script(
+        START
+        + f"""
+model = {BODY}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(3):
+    optimizer.zero_grad()
+    for i in range(5):
+        (model(torch.randn(5, 3)).square().mean() / 2).backward()
+        if i % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+""",
+        "violated",
+        ("tail-dropped",),
+    ),
+}
+"""Gradients that the program puts together, and passes that it gives up."""
+
+COUNTING = """
+class Annealed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = torch.nn.Linear(3, 1), 0
+    def forward(self, x):
+        self.calls += 1
+        return self.linear(x) * (1 + 1 / self.calls)
+"""
+UNUSUAL = {
+    "sound_gradcache": holds(
+        "pass",
+        model="torch.nn.Linear(3, 4)",
+        after="""
+window = [torch.randn(n, 3) for n in (3, 5)]
+with torch.no_grad():
+    cached = [model(x) for x in window]
+leaves = [c.detach().requires_grad_() for c in cached]
+rows = torch.cat(leaves)
+F.cross_entropy(rows @ rows.T, torch.arange(8)).backward()
+for x, leaf in zip(window, leaves):
+    (model(x) * leaf.grad).sum().backward()
+""",
+    ),
+    "sound_func": holds(
+        "grads = torch.func.grad(lambda ps, x: torch.func.functional_call(model, ps, (x,))"
+        ".square().mean())({n: p.detach() for n, p in model.named_parameters()}, torch.randn(5, 3))\n"
+        "model(torch.randn(5, 3)).square().mean().backward()",
+    ),
+    "sound_average_of_parameters": holds(
+        "model(torch.randn(5, 3)).square().mean().backward()",
+        before="average = None\n",
+        after="""
+optimizer.step()
+optimizer.zero_grad()
+average = average or [p.detach().clone() for p in model.parameters()]
+for p, a in zip(model.parameters(), average):
+    a.lerp_(p.detach(), 0.1)
+model(torch.randn(5, 3)).square().mean().backward()
+""",
+    ),
+    "sound_tied": holds(
+        "(model(torch.randint(0, 7, (5,))).square().mean() / 2).backward()",
+        before="class Tied(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.table, self.head = torch.nn.Embedding(7, 3), torch.nn.Linear(3, 7, bias=False)\n"
+        "        self.head.weight = self.table.weight\n"
+        "    def forward(self, x):\n        return self.head(self.table(x).tanh())\n",
+        model="Tied()",
+        passes=2,
+    ),
+    "sound_counting": holds(
+        "(model(torch.randn(5, 3)).square().mean() / 2).backward()",
+        before=COUNTING,
+        model="Annealed()",
+        passes=2,
+    ),
+    "sound_running_scale": holds(
+        "(model(torch.randn(5, 3)).square().mean() / 2).backward()",
+        before="class Scaled(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.linear = torch.nn.Linear(3, 1)\n"
+        "        self.register_buffer('scale', torch.ones(1))\n"
+        "    def forward(self, x):\n        y = self.linear(x) / self.scale\n"
+        "        with torch.no_grad():\n"
+        "            self.scale = 0.9 * self.scale + 0.1 * y.abs().mean()\n        return y\n",
+        model="Scaled()",
+        passes=2,
+    ),
+    "sound_cache": holds(
+        "(model(torch.randn(5, 3)).square().mean() / 2).backward()",
+        before="class Cached(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.linear, self.seen = torch.nn.Linear(3, 1), []\n"
+        "    def forward(self, x):\n        y = self.linear(x)\n"
+        "        z = y + sum(self.seen[-2:]) if self.seen else y\n"
+        "        self.seen.append(y.detach().mean())\n        return z\n",
+        model="Cached()",
+        passes=2,
+    ),
+    "sound_own_generator": holds(
+        "(model(torch.randn(5, 3)).square().mean() / 2).backward()",
+        before="class Noisy(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.linear, self.draws = torch.nn.Linear(3, 1), torch.Generator().manual_seed(1)\n"
+        "    def forward(self, x):\n"
+        "        return self.linear(x * torch.rand(x.shape, generator=self.draws))\n",
+        model="Noisy()",
+        passes=2,
+    ),
+    "sound_recurrent": holds(
+        "y, state = model(torch.randn(4, 2, 3), state)\nstate = state.detach()\n"
+        "(y.square().mean() / 2).backward()",
+        before="state = None\n",
+        model="torch.nn.GRU(3, 4)",
+        passes=2,
+    ),
+    "sound_augmented": holds(
+        "(model(torch.randn(5, 3)).square().mean() / 2).backward()",
+        before="class Augmented(torch.nn.Module):\n    def __init__(self):\n"
+        "        super().__init__()\n        self.linear = torch.nn.Linear(3, 1)\n"
+        "    def forward(self, x):\n        x = x + 0.1 * torch.randn_like(x)\n"
+        "        x = x.flip(0) if random.random() < 0.5 else x\n"
+        "        return self.linear(x * float(numpy.random.rand()))\n",
+        model="Augmented()",
+        passes=2,
+    ),
+    "sound_batch_norm": holds(
+        "(model(torch.randn(5, 3)).square().mean() / 2).backward()",
+        model="torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))",
+        passes=2,
+    ),
+    "sound_spectral_norm": holds(
+        "(model(torch.randn(5, 3)).square().mean() / 2).backward()",
+        model="torch.nn.Sequential(torch.nn.utils.parametrizations.spectral_norm("
+        "torch.nn.Linear(3, 4)), torch.nn.Tanh(), torch.nn.Linear(4, 1))",
+        passes=2,
+    ),
+    "sound_system_entropy": holds(
+        "(model(torch.randn(5, 3)).square().mean() / 2).backward()",
+        before="import os\nclass Dropped(torch.nn.Module):\n    def __init__(self):\n"
+        "        super().__init__()\n        self.linear = torch.nn.Linear(3, 1)\n"
+        "    def forward(self, x):\n"
+        "        return self.linear(x * (1 + os.urandom(1)[0] / 256))\n",
+        model="Dropped()",
+        passes=2,
+    ),
+    "sound_critic": holds(
+        "critic(model(torch.randn(5, 3))).mean().backward()",
+        before="critic = torch.nn.Linear(1, 1)\n"
+        "of_critic = torch.optim.SGD(critic.parameters(), lr=0.1)\n",
+        after="""
+of_critic.zero_grad()
+critic(model(torch.randn(5, 3)).detach()).square().mean().backward()
+of_critic.step()
+for p in critic.parameters():
+    p.data.clamp_(-0.1, 0.1)
+""",
+    ),
+    "sound_reused_output_memory": holds(
+        "x = torch.randn(5, 3, out=pool)\n(model(x).square().mean() / 2).backward()\npool.zero_()",
+        before="pool = torch.empty(5, 3)\n",
+        passes=2,
+    ),
+    "sound_half_precision_norms": holds(
+        'with torch.autocast("cpu", dtype=torch.bfloat16):\n'
+        "    loss = model(torch.randn(6, 8)).float().square().mean() / 2\nloss.backward()",
+        model="torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.LayerNorm(16),"
+        " torch.nn.GELU(), torch.nn.Linear(16, 4))",
+        passes=2,
+    ),
+    "sound_float16": holds(
+        "(model(torch.randn(5, 3).half()).float().square().mean() / 2).backward()",
+        model=f"{BODY}.half()",
+        passes=2,
+    ),
+}
+"""Sound scripts in which something of a call changes, or looks as if it did."""
+ELSEWHERE = """
+import os
+os.environ["FACTOR"] = "1"
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 1)
+    def forward(self, x):
+        return self.linear(x) * float(os.environ["FACTOR"])
+"""
+UNEXPLAINED = {
+    "unjudged_state_that_cannot_be_kept": unjudged(
+        "the model gives other outputs when it is called again, by",
+        'model(torch.randn(5, 3)).square().mean().backward()\nos.environ["FACTOR"] = str(2 + step)',
+        before=ELSEWHERE,
+        model="Scaled()",
+    ),
+    "unjudged_one_window_of_a_counting_model": unjudged(
+        "from the state that it has at the step",
+        "(model(torch.randn(5, 3)).square().mean() / 2).backward()",
+        before=COUNTING,
+        model="Annealed()",
+        passes=2,
+        steps=1,
+    ),
+    # what the program writes to is no argument of a module, and no parameter
+    "unjudged_hidden_write": unjudged(
+        "differs from the gradient of the window that is computed again by",
+        "loss = model(torch.randn(5, 3)).square().mean()\nhidden[0].data.mul_(0)\nloss.backward()",
+        before="hidden = []\nclass Kept(torch.nn.Module):\n    def forward(self, x):\n"
+        "        y = x * 1\n        hidden[:] = [y]\n        return y\n",
+        model="torch.nn.Sequential(torch.nn.Linear(3, 4), Kept(), torch.nn.Linear(4, 1))",
+    ),
+}
+"""Differences for which nothing that is measured is the cause."""
+EVIDENCE = {
+    **FUNCTIONS,
+    **CASTS,
+    **WRITTEN,
+    **INPUTS,
+    **CHECKPOINTS,
+    **EDITS,
+    **OF_HANDS,
+    **UNUSUAL,
+    **UNEXPLAINED,
+}

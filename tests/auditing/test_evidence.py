@@ -1,0 +1,72 @@
+"""What the audit says of a difference was measured: each fault is found, and its sound twins are
+not blamed, are judged, and train as they do without an audit.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.auditing.evidence_scripts import EVIDENCE
+from tests.auditing.running import audited, trained
+
+OF_THE_SYSTEM = "sound_system_entropy"
+"""The script that draws from the system, and trains otherwise each time."""
+
+
+def _named(verdict):
+    return [name for name, script in EVIDENCE.items() if script.verdict == verdict]
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(name):
+        path = tmp_path / f"{name}.py"
+        path.write_text(EVIDENCE[name].text)
+        return path
+
+    return write
+
+
+def _parameters(names):
+    found = [one for one in names.values() if isinstance(one, torch.nn.Module)]
+    return [p.detach().clone() for module in found for p in module.parameters()]
+
+
+@pytest.mark.parametrize("name", _named("violated"))
+def test_a_fault_is_found(name, written):
+    result, _ = audited(written(name))
+    assert [v.diagnosis for v in result.violations] == [*EVIDENCE[name].said], result
+
+
+@pytest.mark.parametrize("name", _named("holds"))
+def test_a_sound_script_holds_and_trains_as_it_does_without_an_audit(name, written):
+    path = written(name)
+    without = _parameters(trained(path))
+    state = torch.get_rng_state()
+    result, names = audited(path)
+    assert result.verdict == "holds", result
+    if name == OF_THE_SYSTEM:
+        return
+    assert all(map(torch.equal, without, _parameters(names)))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("name", _named("unjudged"))
+def test_what_is_not_judged_has_its_reason(name, written):
+    result, _ = audited(written(name))
+    assert result.verdict == "unjudged", result
+    assert EVIDENCE[name].said[0] in result.unjudged, result
+
+
+def test_the_module_in_which_two_calls_part_is_named(written):
+    result, _ = audited(written(OF_THE_SYSTEM))
+    said = [one for one in result.named_findings if one.name == "not-reproducible"]
+    assert said, result
+    assert all("part in linear (Linear)" in one.sentence for one in said), said
+
+
+def test_it_is_said_how_many_parameters_were_compared(written):
+    result, _ = audited(written("sound_penalty_outside"))
+    assert result.again == {"micro-batch by micro-batch, 3 of 4 parameters": 3}, result
+    assert audited(written("sound_loss_module"))[0].again == {"micro-batch by micro-batch": 3}
