@@ -30,6 +30,7 @@ from gradcheck_suite.auditing.custom_functions import (
 from gradcheck_suite.auditing.events import Event, Gap, PassRecord, settle
 from gradcheck_suite.auditing.jax_opinion import JaxOpinion, ask_jax, kept_calls
 from gradcheck_suite.auditing.judge import ORPHANS, Judge
+from gradcheck_suite.auditing.mode_changes import ModeChanges
 from gradcheck_suite.auditing.modes import AsBefore
 from gradcheck_suite.auditing.module_calls import ModuleCall, ModuleCalls, without_gradients
 from gradcheck_suite.auditing.places import Place, here, living
@@ -416,6 +417,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             self._records_calls, self._keep_cotangent, self._keep_mode, self._forwards_failed
         )
         self._strays = Strays(self._recorder.parameters)
+        self._modes = ModeChanges()
         self._hurries: float | None = None
         self._running: dict[int, Running] = {}
         self._recomputed: Counter[str] = Counter()
@@ -795,10 +797,18 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             if forward not in running.forwards:
                 forward.note_backward()
             running.forwards.setdefault(forward, {})[index] = cotangent
+            self._modes.kept(
+                running.record.place,
+                forward.module,
+                training=forward.modes[0],
+                step=self._recorder.steps_seen,
+            )
 
     def _keep_mode(self, module: int, training: bool, _: torch.Tensor) -> None:
         if (running := self._observed()) is not None:
             running.record.modes.add((module, training))
+            place, step = running.record.place, self._recorder.steps_seen
+            self._modes.ran(place, module, training=training, step=step)
 
     def _observed(self) -> Running | None:
         recorder = self._recorder
@@ -955,6 +965,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         strays = () if self._judge.has_copies else self._strays.findings(self._name_of)
         findings = parts + self._recorder.notes + self._judge.notes() + Counter(strays) + off
         findings += Counter(self._recorder.unused_objectives)
+        if not any(one.diagnosis == "wrong-mode" for one in found):
+            findings += Counter(self._modes.findings())
         whole = (
             not {*self.options.without} & {"weights", "sums"}
             and not self._recorder.off

@@ -45,6 +45,7 @@ class PassRecord:
             same factors as before.
         again: those of them on which a hook is once more than before.
         factors: key of a parameter -> the one factor by which these hooks multiply its gradient.
+        raw: of several ranks, key of such a parameter -> a sample of its gradient before these hooks.
         modes: id of a module and whether it trained, of the calls that a gradient came through and
             that are not kept.
         whole: keys of the parameters that get the gradient of all items of a loss that sees items
@@ -69,6 +70,7 @@ class PassRecord:
     hooked: dict[int, bool] = field(default_factory=dict)
     again: set[int] = field(default_factory=set)
     factors: dict[int, float] = field(default_factory=dict)
+    raw: dict[int, Raw] = field(default_factory=dict)
     modes: set[tuple[int, bool]] = field(default_factory=set)
     whole: list[int] = field(default_factory=list)
     raised: bool = False
@@ -83,7 +85,7 @@ class PassRecord:
 
     def columns(self) -> tuple[Column, ...]:
         """Return what may lie on a device."""
-        return self.was, self.now
+        return self.was, self.now, self.raw
 
 
 @dataclass

@@ -663,7 +663,8 @@ class Judge:
         """
         window = members.window
         # without a wrapper, ranks that never reduce may train a model each, as in a sweep
-        if window.local and not window.step.wrapped and not window.is_reduced:
+        some_reduced = window.is_reduced or any(seen.reduced for seen in window.passes.values())
+        if window.local and not window.step.wrapped and not some_reduced:
             self.ranks_train_apart = True
             return None
         typical_k, longest = (
@@ -757,7 +758,8 @@ class Judge:
     def _of_hooks(self, window: StepWindow) -> StepFault | None:
         hooked: dict[tuple[int, int], bool] = {}
         for seen in window.passes.values():
-            for rank, record in enumerate(seen.records):
+            # a reduction is no fixed factor
+            for rank, record in enumerate(() if seen.by_hooks else seen.records):
                 for key in record.hooked.keys() & set(window.keys):
                     # between windows a factor may change, as one that warms up does
                     hooked[rank, key] = (rank, key) not in hooked or (

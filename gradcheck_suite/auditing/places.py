@@ -273,6 +273,11 @@ def is_reset(node: ast.AST) -> bool:
     return False
 
 
+def is_clipping(node: ast.AST) -> bool:
+    """Return whether a node clips gradients."""
+    return isinstance(node, ast.Call) and "clip_grad" in ast.unparse(node.func)
+
+
 def is_edit(node: ast.AST) -> bool:
     """Return whether a node may write something else than 0 to a `.grad`, as clipping does."""
     if isinstance(node, ast.Call):

@@ -172,12 +172,14 @@ class Seen:
         records: one for each rank.
         consumers: index of an optimizer -> the number of passes there were when it stepped on this
             one.
-        reduced: whether `.grad` was reduced over the ranks after it.
+        reduced: whether `.grad` was reduced over the ranks after it, or what arrived in it.
+        by_hooks: whether hooks of the program have reduced what arrived.
     """
 
     records: Sequence[PassRecord]
     consumers: dict[int, int] = field(default_factory=dict)
     reduced: bool = False
+    by_hooks: bool = False
 
     @property
     def site(self) -> Place:
@@ -538,10 +540,34 @@ class Replay:
             for key in record.arrivals.keys() - record.now.keys():
                 self._late[rank, key].append(index)
             self._add(rank, index, record)
+        seen = self.passes[index]
+        seen.by_hooks = self._is_reduced_by_hooks(index, records)
+        seen.reduced = seen.reduced or seen.by_hooks
         # hundreds of windows are kept: what arrived is in the states now, and only where it arrived
         # is asked for
-        self.passes[index].records = [replace(record, was={}, now={}) for record in records]
+        self.passes[index].records = [replace(record, was={}, now={}, raw={}) for record in records]
         return index
+
+    def _is_reduced_by_hooks(self, index: int, records: Sequence[PassRecord]) -> bool:
+        """Return whether the program's hooks have reduced a pass: on all ranks the same arrived, and
+        it was not the same before the hooks.
+        """
+        first, *others = (settled(record.raw) for record in records)
+        keys = set.intersection(*map(set, (first, *others)))
+        own, *arrived = (self._arrived.get((rank, index), {}) for rank in range(self.ranks))
+        if not others or not keys or not all(keys <= one.keys() for one in (own, *arrived)):
+            return False
+        is_alike = all(
+            size(own[key] - one[key]) <= self.tolerance(key) * size(own[key])
+            for key in keys
+            for one in arrived
+        )
+        differs = any(
+            size(first[key] - one[key]) > self.tolerance(key) * size(first[key])
+            for key in keys
+            for one in others
+        )
+        return is_alike and differs
 
     def _add(self, rank: int, index: int, record: PassRecord) -> None:
         """Add what has arrived in a pass to what stands in each `.grad`."""

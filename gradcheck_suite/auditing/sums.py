@@ -16,6 +16,7 @@ from gradcheck_suite.auditing.events import BY_HAND, PassRecord
 from gradcheck_suite.auditing.places import (
     Loop,
     Place,
+    is_clipping,
     is_edit,
     is_given_up,
     is_reset,
@@ -142,6 +143,12 @@ OF_SUMS = {
         "something else changes `.grad` between the backward passes, such as clipping, noise or a"
         " shared buffer",
         causes=("between-passes",),
+    ),
+    "clipped": StepFault(
+        "clipped",
+        "`.grad` is clipped between the backward passes of the window, so that micro-batches that"
+        " are in it already weigh less",
+        causes=("in-audit",),
     ),
     "hook": StepFault(
         "not-linear",
@@ -354,7 +361,7 @@ def judge_sums(
     window = members.window
     if window.local:
         reduced = [str(j) for j, seen in enumerate(window.passes.values()) if seen.reduced]
-        which = f": micro-batch {', '.join(reduced)} of the window was, and the later ones were not"
+        which = f": micro-batch {', '.join(reduced)} of the window was, and the others were not"
         some = window.is_reduced and window.coefficients.keys() - {*window.local}
         return _fault("local", keys=[*window.local] if some else (), where=which if reduced else "")
     if not window.passes and any(window.coefficients.values()):
@@ -372,7 +379,8 @@ def judge_sums(
     if window.edit == BY_HAND:
         return _judge_kept(members) or Sums()
     if any(source[1] == UNKNOWN for cs in window.coefficients.values() for source in cs):
-        return _fault("not a sum", change=_edits(members))
+        change = _edits(members)
+        return _fault("clipped" if _is_clipping(members) else "not a sum", change=change)
     lost = [i for i in members.required if not members.is_in(i)]
     edited = window.fit if window.edit == "free" else None
     is_hidden = edited is not None and bool(edited.lost) and edited.left > MOST_LEFT
@@ -554,7 +562,11 @@ def _judge_lost(
     hit = {k for i in lost for k, c in members.by_parameter[i] if abs(c) < NEGLIGIBLE}
     whole = all(abs(c) < NEGLIGIBLE for i in lost for _, c in members.by_parameter[i])
     seen = "dropped" if kept and max(lost) > min(kept) else "last passes"
-    return _fault(seen, keys=() if whole else [*hit], change=_resets(members, lost))
+    reset = _resets(members, lost)
+    if reset is None and _is_clipping(members):
+        # of what clipping by value has cut off, nothing of the earlier passes may be left
+        return _fault("clipped", change=_edits(members))
+    return _fault(seen, keys=() if whole else [*hit], change=reset)
 
 
 def _stopped(members: Members, lost: Sequence[int], kept: Sequence[int]) -> str | None:
@@ -666,6 +678,18 @@ def _edits(members: Members) -> Change | None:
     return _between(window, passes[0], window.passes[passes[-1]].records[0], is_edit, "edit")
 
 
+def _is_clipping(members: Members) -> bool:
+    """Return whether clipping is all that may have changed `.grad` between the passes."""
+    window, passes = members.window, members.required
+    if len(passes) < 2:
+        return False
+    last = window.passes[passes[-1]].records[0]
+    edits, clips = (
+        _between(window, passes[0], last, is_one, "edit") for is_one in (is_edit, is_clipping)
+    )
+    return edits is not None and clips is not None and edits.lines == clips.lines
+
+
 def _between(
     window: StepWindow,
     number: int,
@@ -696,8 +720,12 @@ def _judge_parameters(members: Members) -> Sums | None:
                 if any(abs(c) < NEGLIGIBLE for _, c in members.by_parameter[i])
             ]
             keys = [key for key, c in off.items() if abs(c) < NEGLIGIBLE]
-            return _fault("last passes", key, keys=keys, change=_resets(members, lost))
-        return _fault("rescaled", key, change=_edits(members))
+            reset = _resets(members, lost)
+            if reset is None and _is_clipping(members):
+                return _fault("clipped", key, change=_edits(members))
+            return _fault("last passes", key, keys=keys, change=reset)
+        seen = "clipped" if _is_clipping(members) else "rescaled"
+        return _fault(seen, key, change=_edits(members))
     # what was set to None after the last pass lacks all passes alike, as what was zeroed there does
     missing = members.missing_parameters()
     if missing or members.window.removed:
@@ -706,9 +734,9 @@ def _judge_parameters(members: Members) -> Sums | None:
     if values and max(values) - min(values) > 1e-3 * max(map(abs, values)):
         ratios = [a / b for a, b in pairwise(values)]
         listed = ", ".join(f"{ratio:.3g}" for ratio in ratios[:6])
-        fault = OF_SUMS[
-            "rescaled" if max(ratios) - min(ratios) < 2e-3 * max(ratios) else "not a sum"
-        ]
+        is_constant = max(ratios) - min(ratios) < 2e-3 * max(ratios)
+        seen = "rescaled" if is_constant else "not a sum"
+        fault = OF_SUMS["clipped" if _is_clipping(members) and max(ratios) <= 1 else seen]
         change = _edits(members)
         sentence = f"{fault.sentence} (factors between the passes: {listed}){change or ''}"
         # a running mean rescales the sum on purpose: what the losses weigh together decides

@@ -713,11 +713,40 @@ def _of_objective(
                     if after
                     else replace(verdict, provisional=True)
                 )
+            elif verdict.cause == "short-window":
+                verdict = _of_windows(use, verdict, uses)
             yield verdict
         elif undivided and verdict in (None, USERS):
             notes[undivided] += 1
         elif verdict != USERS and (verdict or use.length > 1):
             notes[replace(verdict or COEFFICIENT, where=str(use.objective.place))] += 1
+
+
+def _of_windows(use: Use, verdict: Scale, uses: Sequence[Use]) -> Scale:
+    """Name a window of another length that begins or ends at the wrong micro-batch, as `verify`
+    does.
+    """
+    usual = round(use.length * verdict.expected / use.own) if use.own else 0
+    loops = [seen.records[0].loop for _, seen in sorted(use.window.passes.items())]
+    if None in loops or usual < 2:
+        return verdict
+    of_round = sum(loop == loops[-1] for loop in loops)
+    # what an epoch has left over stands before a whole window of the next one
+    if of_round == usual < use.length < 2 * usual:
+        return replace(verdict, name="tail-leak", cause="")
+    following = min(
+        (one for one in uses if one.window.number > use.window.number),
+        key=lambda one: one.window.number,
+        default=None,
+    )
+    if following is None or not use.window.first:
+        return verdict
+    first = min(following.window.passes.items())[1].records[0].loop
+    # the first step comes too early, in the middle of a round, and whole windows follow
+    is_shifted = use.length < usual == following.length and len({*loops, first}) == 1
+    if is_shifted:
+        return replace(verdict, name="wrong-windows", cause="")
+    return verdict
 
 
 def _not_divided_beside(use: Use) -> Found | None:

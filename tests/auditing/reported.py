@@ -610,7 +610,7 @@ for step in range(4):
     opt.step()
     opt.zero_grad()
 """,
-        said=("not-linear",),
+        said=("clipped",),
     ),
     "faulty_zeroed_together": _script(
         "violated",
