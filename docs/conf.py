@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import re
 
 import gradcheck_suite
-from gradcheck_suite.loops.trainers import TRAINERS
 
 project = "gradcheck-suite"
 author = "the gradcheck-suite developers"
 release = version = gradcheck_suite.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["_build", "_generated"]
+extensions = ["myst_parser"]
+exclude_patterns = ["_build"]
 needs_sphinx = "8.2"
-
-# docstrings say `name` for code, as Markdown does
-default_role = "code"
-autodoc_member_order = "bysource"
-autodoc_typehints = "description"
-autodoc_typehints_description_target = "documented"
-napoleon_numpy_docstring = False
-napoleon_use_ivar = True
 
 myst_heading_anchors = 3
 
@@ -33,17 +24,28 @@ html_show_copyright = False
 html_show_sphinx = False
 
 
-def trainers_table() -> str:
-    """Return the table of extras and of the trainers that each brings."""
-    brought: dict[str, list[str]] = {}
-    for trainer in TRAINERS.values():
-        brought.setdefault(trainer.package, []).append(f"`{trainer.name}`")
-    rows = [f"| `{extra}` | {', '.join(names)} |" for extra, names in brought.items()]
-    return "\n".join(["| extra | trainers |", "| --- | --- |", *rows, ""])
+REPOSITORY = f"https://github.com/gradcheck-suite/gradcheck-suite/blob/v{release}"
+
+
+def with_contents(app: object, name: str, text: list[str]) -> None:
+    """Add hidden tables of contents to the index, of the pages that each of its sections links.
+
+    The index itself has none: a file view would show the directives. What a page links outside of
+    `docs/` is no part of the site, and leads to the repository.
+    """
+    text[0] = re.sub(r"\]\(\.\./", f"]({REPOSITORY}/", text[0])
+    if name != "index":
+        return
+    seen: set[str] = set()
+    for section in re.split(r"^## ", text[0], flags=re.MULTILINE)[1:]:
+        title, _, body = section.partition("\n")
+        linked = dict.fromkeys(re.findall(r"\]\(([\w-]+)\.md\)", body))
+        pages = [page for page in linked if page not in seen]
+        seen |= {*pages}
+        listed = "\n".join(pages)
+        text[0] += f"\n\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n{listed}\n```\n"
 
 
 def setup(app: object) -> None:
-    """Write what pages include and the code decides."""
-    folder = Path(__file__).parent / "_generated"
-    folder.mkdir(exist_ok=True)
-    (folder / "trainers.md").write_text(trainers_table())
+    """Add what the site has and the pages do not."""
+    app.connect("source-read", with_contents)  # type: ignore[attr-defined]

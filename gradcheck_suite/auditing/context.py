@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress, pairwise
 from operator import not_
@@ -32,7 +32,7 @@ from gradcheck_suite.auditing.jax_opinion import JaxOpinion, ask_jax, kept_calls
 from gradcheck_suite.auditing.judge import ORPHANS, Judge
 from gradcheck_suite.auditing.mode_changes import ModeChanges
 from gradcheck_suite.auditing.modes import AsBefore
-from gradcheck_suite.auditing.module_calls import ModuleCall, ModuleCalls
+from gradcheck_suite.auditing.module_calls import ModuleCall, ModuleCalls, without_gradients
 from gradcheck_suite.auditing.places import Place, here, living
 from gradcheck_suite.auditing.program_state import preserve_rng
 from gradcheck_suite.auditing.recomputation import (
@@ -405,7 +405,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             self._receive,
             lambda: self._schedule.whole or self._is_of_kept,
             self._resumes,
-            self._is_full,
+            self._pass_begins,
             weights="weights" not in self.options.without,
             sums="sums" not in self.options.without,
             objectives=dict(given.split("=", 1) for given in self.options.objectives),
@@ -642,6 +642,13 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         """
         return self._schedule.full or self._is_of_kept
 
+    def _pass_begins(self) -> bool:
+        """Return whether the window that runs is computed again; a pass of it begins."""
+        if self._is_full():
+            self._forwards.pass_begins()
+            return True
+        return False
+
     @property
     def _is_of_kept(self) -> bool:
         """Whether the window that runs is the first one of whose calls more is kept."""
@@ -777,7 +784,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
                 continue
             if stops and self._observing:
                 raise StoppedOnViolation
-            self._tell(violation)
+            # how often it occurs is known at the end, and counted there alone
+            self._tell(replace(violation, occurrences=1))
 
     # The window again
 
@@ -852,7 +860,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         observed = {
             id(p): p.grad for k, p in live.items() if p.grad is not None and k not in hooked
         }
-        with self._recorder.mute():
+        with self._alone():
             passes = {i: seen.records[0] for i, seen in window.passes.items() if i in weights}
             asked = Asked(
                 [self._running.get(i, Running(record, Reader())) for i, record in passes.items()],
@@ -886,6 +894,13 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             fault = violation_of(step_fault, window, last, name)
             self._judge.add(replace(fault, error=found.error, allowed=found.allowed))
 
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Record nothing, and keep the program's gradients out of reach."""
+        own = [known.reference() for known in self._recorder.parameters.values()]
+        with self._recorder.mute(), without_gradients([p for p in own if p is not None]):
+            yield
+
     def _judge_draws(self, window: StepWindow) -> None:
         """Judge what modules drew when a backward called them again."""
         if self._forwards.redrawn and window.passes and self._judge.of_last_step() is None:
@@ -899,7 +914,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if self._recorder.is_off("the window again"):
             return
         passes = [self._running[i] for i in window.passes if i in self._running]
-        with self._recorder.mute():
+        with self._alone():
             found = judge_calls_of_program(self._outside, passes, self._functions)
         for note in found.notes:
             self._judge.note(note)
@@ -951,6 +966,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         findings = parts + self._recorder.notes + self._judge.notes() + Counter(strays) + off
         if not any(one.diagnosis == "wrong-mode" for one in found):
             findings += Counter(self._modes.findings())
+        findings += Counter(self._recorder.unused_objectives)
         whole = (
             not {*self.options.without} & {"weights", "sums"}
             and not self._recorder.off

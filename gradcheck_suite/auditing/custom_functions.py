@@ -205,10 +205,6 @@ class CallsOfProgram:
         # a large call is not judged: no copy is made of it
         small = sum(value.numel() for value in of_tensors) <= LARGEST
         given = [_copy(value) if small else value for value in arguments]
-        if not all(isinstance(value, (torch.Tensor, *PLAIN)) for value in given):
-            # its backward may compute a module again, and add to the `.grad` of the program's own
-            # parameters
-            given = []
         self._calls[kind] = Call(kind, given, RandomState.now())
 
     @property
@@ -220,7 +216,7 @@ class CallsOfProgram:
         """Judge what was recorded, and let the classes go."""
         calls = self._calls
         self.close()
-        return [_of_program(call) for call in calls.values()]
+        return [judge_function(call) for call in calls.values()]
 
     def close(self) -> set[type]:
         """Let all classes go, and return those that were watched in vain."""
@@ -230,13 +226,6 @@ class CallsOfProgram:
 
 
 NOT_SEEN = "its backward was not checked, since no further call of it was seen"
-
-
-def _of_program(call: Call) -> FunctionReport:
-    if not call.arguments:
-        note = "its backward was not checked: it takes a module, or another object"
-        return FunctionReport(call.kind.__name__, note=note)
-    return judge_function(call)
 
 
 @contextlib.contextmanager
@@ -271,6 +260,10 @@ def judge_function(call: Call) -> FunctionReport:
     name, reason = call.kind.__name__, ""
     if not call.by_itself:
         return FunctionReport(name, note=f"its backward was not checked: {GIVEN}")
+    if any(map(callable, call.arguments)):
+        # its backward may compute that again, with the program's own parameters
+        note = "its backward was not checked: it takes a module or another function"
+        return FunctionReport(name, note=note)
     if (size := sum(v.numel() for v in call.arguments if isinstance(v, torch.Tensor))) > LARGEST:
         return FunctionReport(
             name, note=f"its backward was not checked: its arguments have {size} elements"

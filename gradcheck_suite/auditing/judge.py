@@ -23,6 +23,7 @@ from gradcheck_suite.auditing.events import BY_HAND, Event, Gap, PassRecord, Ste
 from gradcheck_suite.auditing.places import Loop, Place, lines_with
 from gradcheck_suite.auditing.replay import Replay, Seen, Source, StepWindow, near
 from gradcheck_suite.auditing.sums import (
+    MOST_LEFT,
     OF_SUMS,
     Members,
     StepFault,
@@ -43,6 +44,7 @@ from gradcheck_suite.auditing.weighing import (
     read_joined,
     violation_of,
 )
+from gradcheck_suite.core.faults import over_ranks
 from gradcheck_suite.core.findings import Found, finding
 from gradcheck_suite.core.results import Unknown, Violation
 from gradcheck_suite.core.text import MOST_NAMES, counted, listed
@@ -216,6 +218,7 @@ class Judge:
         self._known: set[int] | None = None
         self._by_hand: set[str] = set()
         self._composed: set[int] = set()
+        self._unlike: set[int] = set()
         self._reached: defaultdict[int, set[int]] = defaultdict(set)
         self._moving: defaultdict[str, list[int]] = defaultdict(list)
         self._clipped: set[str] = set()
@@ -296,9 +299,11 @@ class Judge:
                 (e for step, e in self._sizes.items() if any(step in steps for steps in of_steps)),
                 None,
             )
-            united.append(
-                replace(_first(ones), occurrences=_number(of_steps), gradient_error=error)
-            )
+            first = _first(ones)
+            if self._ranks > 1:
+                said = over_ranks(first.explanation, first.diagnosis)
+                first = replace(first, explanation=said)
+            united.append(replace(first, occurrences=_number(of_steps), gradient_error=error))
         return sorted(united, key=_order)
 
     def settled(self, *, is_last: bool = False) -> list[Violation]:
@@ -691,8 +696,11 @@ class Judge:
             else:
                 self._violate(fault, window)
             return None
-        if sums.untold:
-            self._skip(window, *(UNLIKE if sums.unlike else UNTOLD))
+        if sums.unlike:
+            self._forget_alike(window.optimizer)
+        hidden = sums.by_hand and window.fit is not None and window.fit.left > MOST_LEFT
+        if sums.untold or (hidden and window.optimizer in self._unlike):
+            self._skip(window, *(UNTOLD if sums.untold and not sums.unlike else UNLIKE))
             return None
         if sums.by_hand or (
             window.edit == "free" and any(seen.by_hand for seen in window.passes.values())
@@ -706,6 +714,18 @@ class Judge:
             )
             self._notes[finding("edited-gradient", said, window.step.place)] += 1
         return coefficients
+
+    def _forget_alike(self, optimizer: int) -> None:
+        """Take back what was read of windows whose gradient looks put together from passes, where
+        that of another window is not: it looked so by chance.
+        """
+        self._unlike.add(optimizer)
+        for one in [*self._pending[optimizer]]:
+            fit = one.window.fit
+            if fit is not None and not fit.is_exact and fit.left > MOST_LEFT:
+                self._pending[optimizer].remove(one)
+                self._skip(one.window, *UNLIKE)
+        self._weighed.pop(optimizer, None)
 
     def _judge_emptied(self, optimizer: int, *, seen_all: bool = True) -> None:
         """Judge a window whose gradients were all reset, where its passes reached other optimizers'

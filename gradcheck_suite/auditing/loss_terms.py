@@ -27,6 +27,8 @@ class Term:
         divisions: the lines that multiply or divide the term by a number, where they are known.
         factors: the numbers that the term is multiplied by on its way to the loss, as far as they
             can be read.
+        by_data: whether one of them is a tensor of less than double precision: no number of
+            Python, but one that is computed, as the count of a mask.
         factor: the product of the numbers that the elements are multiplied by, or divided by, under
             the reduction.
         hides: whether a tensor of weights multiplies the elements, in which a common factor cannot
@@ -48,6 +50,7 @@ class Term:
     deeper: tuple[tuple[float, float], ...] = ()
     item: tuple[float, float] | None = None
     factors: tuple[float, ...] = ()
+    by_data: bool = False
     divisions: frozenset[str] = frozenset()
     factor: float = 1.0
     hides: bool = False

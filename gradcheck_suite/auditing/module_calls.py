@@ -272,7 +272,8 @@ class ModuleCalls:
         self.keeps: set[str] = set()
         self.redrawn = ""
         self._entered = dict[int, int]()
-        self._drew: defaultdict[int, set[int]] = defaultdict(set)
+        self._drawn: defaultdict[int, set[int]] = defaultdict(set)
+        self._at_begin = 0
         self._is_full = False
         self._kept_at: tuple[int, Point] | None = None
         self._last_kept: weakref.ref[Kept] | None = None
@@ -394,18 +395,27 @@ class ModuleCalls:
         What a backward calls once more for a gradient, as a checkpoint of any form does, must draw
         what it drew in the forward. A backward that draws without a gradient does so on purpose.
         """
-        if not before or _random_mark() in (0, before):
+        drew = _random_mark() not in (0, before)
+        if not before:
             return
         if torch._C._current_graph_task_id() == -1:
-            self._drew[id(module)].add(before)
-        elif torch.is_grad_enabled() and differentiable(output):
-            drawn = self._drew.get(id(module))
-            if drawn and before not in drawn:
-                self.redrawn = self.redrawn or type(module).__name__
+            self._drawn[id(module)].add(before)
+            return
+        known = self._drawn.get(id(module), {before})
+        # what comes before it in the backward has drawn where the state is not that of its begin
+        drew |= before != self._at_begin
+        if drew and before not in known and torch.is_grad_enabled() and differentiable(output):
+            self.redrawn = self.redrawn or type(module).__name__
+
+    def pass_begins(self) -> None:
+        """Note from which random numbers a backward pass may draw."""
+        if torch._C._current_graph_task_id() == -1:
+            with contextlib.suppress(Exception):
+                self._at_begin = _random_mark()
 
     def forget_draws(self) -> None:
         """Forget the random numbers of a window that is over."""
-        self._drew.clear()
+        self._drawn.clear()
         self.redrawn = ""
 
     def _hook(self, told: Callable[..., None], *about: Any) -> Callable[[torch.Tensor], None]:
@@ -683,6 +693,26 @@ def _replaced(module: torch.nn.Module, tensors: Mapping[int, torch.Tensor]) -> I
         yield
 
 
+def _is_like(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+    ways = [(t.dtype, t.device, t.shape) for t in (parameter, gradient) if not t.is_nested]
+    return len(ways) == 2 and ways[0] == ways[1]
+
+
+@contextlib.contextmanager
+def without_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Take the program's gradients away for a while: what is called may add to a `.grad`."""
+    own = [(p, p.grad) for p in parameters if p.is_leaf]
+    # torch takes back only what is like its parameter
+    kept = [(p, g) for p, g in own if g is not None and _is_like(p, g)]
+    for p, _ in kept:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, gradient in kept:
+            p.grad = gradient
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Drop what the user's code prints and warns of."""
@@ -692,15 +722,15 @@ def quiet() -> Iterator[None]:
 
 
 def _random_mark() -> int:
-    """Return a checksum of the generators from which modules draw, 0 where torch is observed or
-    transformed by the program: reading them would be an operation of its own there.
-    """
-    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack():
+    """Return a checksum of the generators from which modules draw; 0 inside of a transformation."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
         return 0
-    mark = zlib.crc32(bytes(torch.get_rng_state().numpy()))
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        for state in torch.cuda.get_rng_state_all():
-            mark = zlib.crc32(bytes(state.numpy()), mark)
+    observed = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
+    with Apart() if observed else contextlib.nullcontext():
+        mark = zlib.crc32(bytes(torch.get_rng_state().numpy()))
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            for state in torch.cuda.get_rng_state_all():
+                mark = zlib.crc32(bytes(state.numpy()), mark)
     return mark
 
 
@@ -878,6 +908,13 @@ class _Replacements:
             for value, other in zip(self.arguments, then.arguments, strict=False):
                 if isinstance(value, torch.Tensor):
                     value.data.copy_(other)
+
+
+def _with_own(gradient: torch.Tensor | None, leaf: torch.Tensor) -> torch.Tensor | None:
+    """Return a gradient with what has been added to the `.grad` of its leaf."""
+    if gradient is None or leaf.grad is None:
+        return leaf.grad if gradient is None else gradient
+    return gradient + leaf.grad
 
 
 def _differentiate(

@@ -315,6 +315,8 @@ class Recorder:
         self._again = again
         self._paused_at: int | None = None
         self._weights, self._sums, self._objectives = weights, sums, objectives or {}
+        self._declared: set[str] = set()
+        self._undeclared: dict[str, str] = {}
         self._keys: dict[int, int] = {}
         self._next_key = 0
         self._wrapped: dict[int, bool] = {}
@@ -598,12 +600,37 @@ class Recorder:
                 None,
             )
             if expression is not None:
-                with torch.no_grad():
-                    count = eval(expression, frame.f_globals, frame.f_locals)
-                for root in roots:
-                    declare(root, count, "mean")
+                self._declare_at(place, expression, frame, roots)
                 return
             frame = frame.f_back
+
+    def _declare_at(
+        self, place: str, expression: str, frame: FrameType, roots: Sequence[Any]
+    ) -> None:
+        """Declare what an expression of the user's says at a line; what it raises is said at the end."""
+        at = next(at for at in self._objectives if (os.sep + place).endswith(os.sep + at))
+        try:
+            with torch.no_grad():
+                count = eval(expression, frame.f_globals, frame.f_locals)
+            for root in roots:
+                declare(root, count, "mean")
+        except Exception as error:
+            self._undeclared.setdefault(at, f"{type(error).__name__}: {error}")
+        else:
+            self._declared.add(at)
+
+    @property
+    def unused_objectives(self) -> list[Found]:
+        """The declarations of the user's that said nothing of any loss, and why."""
+        return [
+            finding(
+                "unused-declaration",
+                f"--objective {at}={expression} declares nothing:"
+                f" {self._undeclared.get(at, 'nothing went backward at this line')}",
+            )
+            for at, expression in self._objectives.items()
+            if at not in self._declared
+        ]
 
     @_guarded(WEIGHTS)
     def _read(self, running: Running, roots: list[Any]) -> None:

@@ -135,6 +135,14 @@ class Fit:
         return any(c > bound for i, c, bound in found if i in self.lost)
 
     @property
+    def is_plausible(self) -> bool:
+        """Whether the largest coefficient is that of a sum, of a mean, or of a part of these.
+
+        What stands in `.grad` beside, such as the parameters, may be like the gradients by itself.
+        """
+        return 0.5 / len(self.passes) <= size(self.coefficients) <= 2.0
+
+    @property
     def is_blank(self) -> bool:
         """Whether no pass at all is seen in an edited `.grad`: noise may hide them, or something
         else stand there.

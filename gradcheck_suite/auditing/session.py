@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from gradcheck_suite.auditing.places import here
 from gradcheck_suite.auditing.stopping import StoppedOnViolation, Terminated
+from gradcheck_suite.core.findings import finding
 from gradcheck_suite.core.options import AuditOptions, takes
 from gradcheck_suite.core.results import Result, Violation, result_lines
 from gradcheck_suite.core.text import say
@@ -217,7 +218,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             raise StoppedOnViolation
 
     def _remark(self, line: str) -> None:
-        if not self.quiet:
+        """Say on a terminal what takes long: no log of two runs differs by it."""
+        if not self.quiet and self.standard_error.isatty():
             _say([line], self.standard_error)
 
     def close(self, error: BaseException | None = None, *, summary: bool = True) -> Result:
@@ -274,6 +276,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             command="audit",
             seconds=time.perf_counter() - self._start if self._opened else 0.0,
             unjudged="; ".join(self._failed) or why,
+            unjudged_reason="failed-instrument" if self._failed else "nothing-trained",
             interrupted=isinstance(error, KeyboardInterrupt | Terminated),
             raised=f"{type(error).__name__}: {error}" if isinstance(error, Exception) else None,
         )
@@ -343,6 +346,12 @@ def _united(of_torch: Result, of_jax: Result) -> Result:
         windows=of_torch.windows + of_jax.windows,
         windows_skipped=skipped,
         findings=(*of_torch.findings, *of_jax.findings, *(reasons if is_judged else ())),
+        named_findings=(
+            *of_torch.named_findings,
+            *of_jax.named_findings,
+            *(finding("nothing-judged", one) for one in reasons if is_judged),
+        ),
+        unjudged_reason=None if is_judged else of_torch.unjudged_reason,
         unknown=of_torch.unknown + of_jax.unknown,
         unjudged=None if is_judged else "; ".join(reasons),
         files=tuple(dict.fromkeys((*of_torch.files, *of_jax.files))),

@@ -1,4 +1,4 @@
-"""How an audit ends a run where its user asks for that."""
+"""How an audit ends a run where its user asks for that, and what ends a run from outside."""
 
 from __future__ import annotations
 

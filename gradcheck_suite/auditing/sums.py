@@ -383,13 +383,13 @@ def judge_sums(
         return _fault("clipped" if _is_clipping(members) else "not a sum", change=change)
     lost = [i for i in members.required if not members.is_in(i)]
     edited = window.fit if window.edit == "free" else None
-    if edited is not None and edited.lost and edited.left > MOST_LEFT:
-        return Sums(untold=True, unlike=True)
+    is_hidden = edited is not None and bool(edited.lost) and edited.left > MOST_LEFT
     if edited is not None and edited.tells and edited.lost and edited.is_of_copies:
-        return Sums(by_hand=True)
+        is_unlike = is_hidden and not edited.is_plausible
+        return Sums(untold=True, unlike=True) if is_unlike else Sums(by_hand=True)
     if lost:
         found = _judge_lost(members, lost, typical_k, longest, stepped_in)
-        is_untold = found.fault and edited and (edited.is_blank or not edited.tells)
+        is_untold = found.fault and edited and (is_hidden or edited.is_blank or not edited.tells)
         return Sums(untold=True, unlike=edited.tells) if is_untold and edited else found
     if unequal := _judge_parameters(members):
         return unequal
@@ -479,8 +479,13 @@ def _judge_kept(members: Members) -> Sums | None:
         return None
     tolerance = max(1e-3, 4 * window.error)
     ratios = [a / b for a, b in pairwise(values)]
-    known = (2.0, 0.5, float(r), 1.0 / r)
-    if not any(all(near(ratio, one, tolerance) for ratio in ratios) for one in known):
+    fitting = [
+        one
+        for one in (1.0, 2.0, 0.5, float(r), 1.0 / r)
+        if all(near(ratio, one, tolerance) for ratio in ratios)
+    ]
+    # in low precision the coefficients may be known so badly that equal ones fit as well
+    if not fitting or 1.0 in fitting:
         return None
     listed = ":".join(f"{value / min(map(abs, values)):.3g}" for value in values)
     return _fault("rescaled", where=f" (the micro-batches weigh {listed})")

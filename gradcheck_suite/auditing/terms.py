@@ -363,6 +363,9 @@ class _Found:
             own = counts.get("counted", counts.get("elements", 0.0))
             weight = weight / own if own else float("nan")
         term.factors = tuple(_by(one.name, one.value) for one in self.above)
+        term.by_data = any(
+            one.value.is_floating_point() and one.value.dtype != torch.float64 for one in self.above
+        )
         term.divisions = frozenset(one.line for one in self.above if one.line is not None)
         term.factor = prod(_by(*one) for one in self.numbers_below)
         if (each := self.seen.get("items")) is not None:

@@ -4,6 +4,7 @@ window are.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -579,9 +580,13 @@ def _of_scale(scale: Scale) -> Violation:
     use = scale.use
     total = use.items or 1.0
     times = use.own / scale.expected
-    sentence = (
-        f"every item of the window weighs {times:.6g} times what it should, which is {scale.note}"
-    )
+    share, _, why = scale.note.partition(": ")
+    if why and (whole := re.fullmatch(r"(\d+)(/\d+)?", share)):
+        # the factor is said once, as the fraction that shows where it comes from
+        share = f"{share} of" if whole[2] else f"{share} times"
+        sentence = f"every item of the window weighs {share} what it should: {why}"
+    else:
+        sentence = f"every item of the window weighs {times:.6g} times what it should: {scale.note}"
     if scale.name == "tail-leak":
         sentence += (
             "; the gradient of micro-batches that belong to the window before is still in it"

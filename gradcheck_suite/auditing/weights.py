@@ -817,7 +817,12 @@ def _note_other_count(use: Use, notes: Counter[Found]) -> None:
 def _may_be_divided(use: Use, what: str) -> bool:
     """Return whether a division by the window's length may be there, though the weights lack it."""
     r, window = use.length, use.window
-    if not use.is_mean and not what and near(use.items, float(r * r), use.objective.tolerance):
+    by_data = any(part.term.by_data for part in use.objective.parts)
+    if (
+        not (use.is_mean or what or by_data)
+        and near(use.items, float(r * r), use.objective.tolerance)
+        and use.objective.is_divided_by(r)
+    ):
         return True  # of as many items as passes in each: the number may be that of either
     # what was done to `.grad` after the last pass may be a division, and clipping by hand
     unknown = window.edit == "free" or window.left < (1 + 1e-3) / r
@@ -834,11 +839,16 @@ def _either(why: str, cause: str, own: str) -> Found:
     return finding("coefficient", said, remedy=remedy_of("wrong-scale", [cause]))
 
 
-MISCOUNTED = finding(
-    "miscounted",
-    "the loss is divided by a whole number that is none of what it may count, the same for all"
-    " micro-batches of a window: no windows of different counts show the right one",
-)
+def _miscounted(use: Use) -> Found:
+    """Return that the one denominator of a window is none of what its loss may count."""
+    said = (
+        f"the loss is divided by {round(1 / use.objective.weight)}, but it adds up"
+        f" {counted(round(use.items), 'item') if use.items == round(use.items) else f'{use.items:g}'}"
+        " (padding or shifted labels counted?)"
+    )
+    return finding("miscounted", said)
+
+
 CLIPPED = finding(
     "scaled-clipping",
     "the loss is multiplied by the scale of a GradScaler, and `.grad` by less than one over it"
@@ -1083,4 +1093,5 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | Found | Non
         return None
     shown = shown or _is_off_by_a_count(uses)
     note = f"each weighs 1/{round(divisor)}, where {use.items:g} count"
-    return Scale(use, note, "", WRONG_COUNT) if shown else MISCOUNTED
+    # one sentence for the run, with the numbers of its first window
+    return Scale(use, note, "", WRONG_COUNT) if shown else _miscounted(uses[0])

@@ -153,7 +153,10 @@ PROGRAM = Program(
             "build one page from the records: HTML, Markdown and JSON",
             "gradcheck_suite.cli.report",
             ("report", "report --compare OLD NEW"),
-            {HOLDS: "the page is written, or the runs are compared"},
+            {
+                HOLDS: "the page is written, or the runs are compared",
+                VIOLATED: "the same, without records or cases that are damaged",
+            },
         ),
         "doctor": Command(
             "say what is installed and what can run here",

@@ -163,9 +163,8 @@ def run(arguments: argparse.Namespace) -> int:
         nonlocal closing
         closing = True
         result = audited.close(error, summary=False)  # `_finish` prints it
-        if not isinstance(
-            error, Terminated
-        ):  # a signal loses what stands there without an audit too
+        # a signal loses what stands there without an audit too
+        if not isinstance(error, Terminated):
             with contextlib.suppress(OSError, ValueError):
                 sys.stdout.flush()
         with contextlib.redirect_stderr(audited.standard_error), output:

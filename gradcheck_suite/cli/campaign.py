@@ -247,9 +247,19 @@ def merged_result(parts: Sequence[Json]) -> Json:
         "moved_by_zeros": (
             {**moved[0], "cases": sum(part["cases"] for part in moved)} if moved else None
         ),
+        **_accepted_in(parts),
         "shrinking": (first or parts[0])["shrinking"],
         "violation": violation,
     }
+
+
+def _accepted_in(parts: Sequence[Json]) -> Json:
+    """Return the accepted faults of all shards, the first of each name, under their field."""
+    found: dict[str, Json] = {}
+    for part in parts:
+        for fault in part.get("accepted", ()):
+            found.setdefault(fault["diagnosis"], fault)
+    return {"accepted": list(found.values())} if found else {}
 
 
 def results_of(campaign: Campaign, shards: Shards) -> list[Json]:
@@ -272,7 +282,9 @@ def line(result: Json) -> str:
         if violation
         else result["verdict"]
     )
-    return f"{result['loop']}  {verdict}  {result['cases']:,} cases"
+    accepted = ", ".join(fault["diagnosis"] for fault in result.get("accepted", ()))
+    more = f"  accepted: {accepted}" if accepted else ""
+    return f"{result['loop']}  {verdict}  {result['cases']:,} cases{more}"
 
 
 def status_of(results: Sequence[Json], *, violated: bool = False) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
-import inspect
 import re
 import sys
 import traceback
@@ -23,11 +22,12 @@ from typing import Any, cast
 
 from gradcheck_suite.cli.arguments import CONFIGURED
 from gradcheck_suite.core.contract import (
+    LOOP_EXPECTED,
     Loop,
     Problem,
+    expect_plain_function,
     is_jax,
     jax_training_loop,
-    signature_of,
 )
 from gradcheck_suite.core.text import suggestion
 from gradcheck_suite.errors import UsageError
@@ -87,7 +87,7 @@ def resolve_loop(text: str, framework: str | None = None) -> Loop:
         BY_IMPORT[module.__name__] = changed
     if issubclass(type(loop), Problem):  # isinstance would ask a lazy object for its class
         raise UsageError(f"{text} is a Problem, not a loop: pass it as --problem {text}")
-    _expect_function(loop, text, module, "a function of one argument, the TrainingRun", object())
+    _expect_function(loop, text, module, LOOP_EXPECTED, object())
     if framework == "jax" and not is_jax(loop):
         loop = jax_training_loop(loop)
     return _noted(loop, resolve_loop, text)
@@ -333,29 +333,11 @@ def _expect_function(
         expected: the function in words.
         arguments: as many as the function is called with.
     """
-    if not callable(found):
-        raise UsageError(
-            f"{text} is of type {type(found).__name__}: expected {expected}{_offer(module)}"
-        )
-    if inspect.iscoroutinefunction(found) or inspect.isasyncgenfunction(found):
-        raise UsageError(
-            f"{text} is an async function, and calling it runs nothing: expected a plain function"
-        )
-    if inspect.isgeneratorfunction(found):
-        raise UsageError(
-            f"{text} is a generator (it contains yield), and calling it runs nothing: remove the"
-            " yield"
-        )
     try:
-        signature = signature_of(found)
-    except (TypeError, ValueError):
-        return  # some callables written in C have no signature: the call itself will fail
-    try:
-        signature.bind(*arguments)
-    except TypeError:
-        raise UsageError(
-            f"{text} is {text.rpartition(':')[2]}{signature}: expected {expected}"
-        ) from None
+        expect_plain_function(found, text, expected, *arguments)
+    except UsageError as error:
+        # what has the wrong type may be another name of the file
+        raise UsageError(f"{error}{'' if callable(found) else _offer(module)}") from None
 
 
 def _put_on_path(folder: str) -> None:

@@ -65,8 +65,10 @@ def run_report(arguments: argparse.Namespace, contents_of: Callable[[], Contents
         old, new = arguments.compare
         for folder in (old, new):
             _expect_records(folder, "--compare")
-        print("\n".join(report.compared(old, new, contents)))
-        return exit_status.HOLDS
+        lines = report.compared(old, new, contents)
+        print("\n".join(lines))
+        left_out = any(line.startswith("left out: ") for line in lines)
+        return exit_status.VIOLATED if left_out else exit_status.HOLDS
     reports: Path = arguments.reports
     _expect_records(reports, "--reports")
     expect_writable_folder(reports, f"--reports {reports}")
@@ -89,7 +91,7 @@ def run_report(arguments: argparse.Namespace, contents_of: Callable[[], Contents
         print(f"{reports / PICTURES}  {len(drawn)} pictures")
     for problem in built.problems:
         print(f"left out: {problem}")
-    return exit_status.HOLDS
+    return exit_status.VIOLATED if built.problems else exit_status.HOLDS
 
 
 def _expect_records(folder: Path, option: str) -> None:

@@ -223,6 +223,55 @@ def signature_of(function: Any) -> inspect.Signature:
     return inspect.signature(function)
 
 
+def expect_plain_function(found: Any, called: str, expected: str, *arguments: object) -> None:
+    """Refuse what is no plain function of so many arguments.
+
+    Args:
+        found: that is to be one.
+        called: how the message calls it.
+        expected: the function in words.
+        arguments: as many as the function is called with.
+
+    Raises:
+        UsageError: it cannot be called, runs nothing when it is, or takes other arguments.
+    """
+    if not callable(found):
+        raise UsageError(f"{called} is of type {type(found).__name__}: expected {expected}")
+    if inspect.iscoroutinefunction(found) or inspect.isasyncgenfunction(found):
+        raise UsageError(
+            f"{called} is an async function, and calling it runs nothing: expected a plain function"
+        )
+    if inspect.isgeneratorfunction(found):
+        raise UsageError(
+            f"{called} is a generator (it contains yield), and calling it runs nothing: remove the"
+            " yield"
+        )
+    try:
+        signature = signature_of(found)
+    except (TypeError, ValueError):
+        return  # some callables written in C have no signature: the call itself will fail
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        name = called.rpartition(":")[2]
+        raise UsageError(f"{called} is {name}{signature}: expected {expected}") from None
+
+
+LOOP_EXPECTED = "a function of one argument, the TrainingRun"
+
+
+def expect_loop(loop: Any) -> None:
+    """Refuse what is no loop.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if issubclass(type(loop), Problem):
+        raise UsageError("got a Problem, not a loop: pass it as `problem`")
+    called = getattr(loop, "__qualname__", None) or f"the loop {loop!r}"
+    expect_plain_function(loop, called, LOOP_EXPECTED, object())
+
+
 def _expect_arguments(name: str, function: Any, wanted: tuple[str, ...]) -> None:
     """Raise `UsageError` if a function does not take these arguments."""
     # a plain function tells at once; a signature takes 30 times as long to find out more

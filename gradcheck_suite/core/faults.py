@@ -25,10 +25,12 @@ class Remedy:
     Attributes:
         torch: for a loop of PyTorch.
         jax: for a loop of JAX; None where it is the same.
+        ranks: what follows the text where there are several ranks or devices.
     """
 
     torch: str
     jax: str | None = None
+    ranks: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,10 @@ def _gradient(
     remedy: str,
     *,
     jax: str | None = None,
+    ranks: str = "",
     **more: Any,
 ) -> Fault:
-    return Fault(name, "gradient", meaning, Remedy(remedy, jax), evidence, **more)
+    return Fault(name, "gradient", meaning, Remedy(remedy, jax, ranks), evidence, **more)
 
 
 def _steps(name: str, meaning: str, remedy: str, *, jax: str | None = None, **more: Any) -> Fault:
@@ -86,8 +89,8 @@ _ROWS = (
         "weights",
         "every mean (of a micro-batch, a rank or a group of them) has the same weight, whatever its"
         " count",
-        "multiply each mean by its count and divide by the window's count, added up over all ranks"
-        " or devices",
+        "divide each micro-batch's summed loss by the number of targets in the whole window",
+        ranks=", added up over all ranks or devices",
         causes={"sum": Remedy("do not divide a summed loss by the micro-batch's count")},
     ),
     _gradient(
@@ -472,7 +475,14 @@ _ROWS = (
             "assume `finite-gradients` if that is meant; remove `nan_to_num` or the clamp: it hides"
             " that the run diverged"
         ),
-        causes={"no-targets": Remedy("leave out that micro-batch alone, or add it")},
+        causes={
+            "no-targets": Remedy("leave out that micro-batch alone, or add it"),
+            "not-reset": Remedy(
+                "reset the gradients also where the step is left out; use a `GradScaler`, or assume"
+                " `finite-gradients`",
+                "begin a new sum also where the step is left out, or assume `finite-gradients`",
+            ),
+        },
         command="verify",
     ),
     _gradient(
@@ -497,10 +507,10 @@ _ROWS = (
         "elements",
         "the backward of a `torch.autograd.Function`, or of a checkpoint, is not the derivative of"
         " its forward",
-        "mend its backward, let a checkpoint preserve the random state, or accept it with `--accept"
+        "fix its backward, let a checkpoint preserve the random state, or accept it with `--accept"
         " wrong-backward` if it is meant, as a straight-through estimator is",
         jax=(
-            "mend the backward of the `jax.custom_vjp`, or accept it with `--accept wrong-backward`"
+            "fix the backward of the `jax.custom_vjp`, or accept it with `--accept wrong-backward`"
             " if it is meant"
         ),
         command="audit",
@@ -757,6 +767,14 @@ def remedy_of(
         BY_LIBRARY[library, key] for key in (diagnosis, *causes) if (library, key) in BY_LIBRARY
     ]
     return ". ".join(["; or ".join(found), *of_library])
+
+
+def over_ranks(explanation: str, diagnosis: str) -> str:
+    """Return an explanation with what its remedy says where there are several ranks or devices."""
+    for name in diagnosis.split(" or "):
+        if name in FAULTS and (remedy := FAULTS[name].remedy).ranks:
+            explanation = explanation.replace(remedy.torch, f"{remedy.torch}{remedy.ranks}", 1)
+    return explanation
 
 
 FIX = ". Fix: "

@@ -156,6 +156,12 @@ _ROWS = (
     ),
     _note("custom-function", "what is known of the backward of a custom function"),
     _finding("frameworks-differ", "torch and JAX differ in a gradient"),
+    # declarations
+    _finding(
+        "unused-declaration",
+        "a declaration of `--objective` matches no loss",
+        "give the line that calls backward, and an expression of names that exist there",
+    ),
     # ranks
     _finding(
         "same-data-on-ranks",
@@ -226,6 +232,26 @@ _ROWS = (
         "FSDP with use_orig_params=True takes `.grad` away",
         "use `fully_shard`, or use_orig_params=False",
     ),
+    # a run of JAX
+    _note(
+        "mapped-copies",
+        "of the gradients under a `vmap`, the first copy was judged",
+    ),
+    _finding(
+        "dependent-items",
+        "items of a loss depend on other rows of their micro-batch",
+        "no accumulation gives the gradient of the large batch",
+    ),
+    _note("custom-gradient", "a `custom_vjp` has a gradient that its forward has not"),
+    _finding("no-update", "an optimizer gives updates of 0 in every call"),
+    _note("changed-parameters", "changes of parameters are taken for steps"),
+    _reason("unexplained-gradient", "the gradient at a step is no sum of those before it"),
+    _reason("not-finite", "a gradient is not finite", severity="note"),
+    _reason("no-gradient-before-step", "no gradient that was seen came before a step"),
+    _reason("sharded-parameters", "each device has its own part of the parameters"),
+    _reason("untraced-loss", "the gradient of a loss that cannot be traced was not seen"),
+    _reason("unobserved-program", "a compiled program could not be looked into"),
+    _reason("unsupported-version", "the installed JAX cannot be audited"),
     # reasons: steps
     _reason("frozen-parameters", "every parameter of the optimizer is frozen", severity="note"),
     _reason(

@@ -24,6 +24,7 @@ from gradcheck_suite.core.contract import (
     AUTOCAST_DTYPES,
     DEFAULT_TIME_LIMIT,
     Loop,
+    autocast_of,
     checked_assumptions,
     is_assumption,
     is_jax,
@@ -309,6 +310,11 @@ BY_FRAMEWORK = {"torch": (200, "float64"), "jax": (50, "float32")}
 and optax accumulates in float32 unless it is told otherwise."""
 
 
+CAST_BY_AUTOCAST = "float32"
+"""The dtype of a verification under autocast where none is asked for. `torch.autocast` leaves float64 alone:
+https://docs.pytorch.org/docs/stable/amp.html"""
+
+
 @dataclass(frozen=True)
 class VerifyOptions(Options):
     """What one verification draws, and how long it may take."""
@@ -338,7 +344,7 @@ class VerifyOptions(Options):
         f"dtype of parameters and data: {', '.join(DTYPES)}",
         "--dtype",
         metavar="DTYPE",
-        unset="float64, and float32 for a loop of JAX",
+        unset="float64, and float32 for a loop of JAX or under autocast",
         in_project=True,
     )
     device: str = option("cpu", one_of(DEVICES), " or ".join(DEVICES), "--device", metavar="DEVICE")
@@ -416,6 +422,8 @@ class VerifyOptions(Options):
             if not known.accepts(self.optimizer):
                 raise UsageError(f"optimizer: {known.refusal(self.optimizer)}")
         examples, dtype = BY_FRAMEWORK["jax" if is_jax(loop) else "torch"]
+        if self.autocast or autocast_of(loop):
+            dtype = CAST_BY_AUTOCAST
         chosen = {field.name: getattr(self, field.name) for field in fields(self)}
         return ChosenOptions(
             **{**chosen, "examples": self.examples or examples, "dtype": self.dtype or dtype}

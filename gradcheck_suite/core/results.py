@@ -16,6 +16,7 @@ from gradcheck_suite.core.findings import Found, finding
 from gradcheck_suite.core.formats import Accepted, Judged, Notice, is_accepted, place_in
 from gradcheck_suite.core.text import (
     aligned,
+    cell_lines,
     counted,
     error_text,
     of_bound,
@@ -183,6 +184,7 @@ class Violation:
         evidence: observed and expected gradient of the step with the bound of each element, for the
             kinds `gradient`, `none-pattern` and `non-finite`; None for others.
         moved: whether the gradient is that of other parameters than the initial ones.
+        refutes_weights: of `verify`, whether the case itself rules out names of weights.
         described: the case in words, which need the layers' definitions; filled in by `verify`.
         source: the user's lines, as `core.counterexamples` writes them, or None.
         command: that found it.
@@ -218,6 +220,7 @@ class Violation:
     gradient_error: float | None = field(default=None, metadata=AUDIT)
     occurrences: int = field(default=1, metadata=AUDIT)
     moved: bool = field(default=False, metadata=INTERNAL)
+    refutes_weights: bool = field(default=False, repr=False, compare=False, metadata=INTERNAL)
     described: tuple[str, ...] = field(default=(), repr=False, compare=False, metadata=INTERNAL)
     source: Mapping[str, Any] | None = field(
         default=None, repr=False, compare=False, metadata=INTERNAL
@@ -379,7 +382,7 @@ class Violation:
             linecache.checkcache(
                 file
             )  # a notebook may have edited it since, or gone to another folder
-            text = linecache.getline(file, int(line)).rstrip() if line.isdigit() else ""
+            text = _line_of(file, int(line)) if line.isdigit() else ""
             rows.append((line if file == own else place, text, ", ".join(said)))
         if all(label.isdigit() for label, _, _ in rows):
             rows.sort(key=lambda row: int(row[0]))
@@ -400,6 +403,12 @@ class Violation:
         """Return the violation as JSON-ready data; NaN and infinities become strings."""
         data: dict[str, Any] = to_json(self, self.command)
         return data
+
+
+def _line_of(file: str, number: int) -> str:
+    """Return a line of a file or of a notebook's cell, empty where it is not known."""
+    cell = () if (line := linecache.getline(file, number)) else cell_lines(file)
+    return (cell[number - 1] if number <= len(cell) else line).rstrip()
 
 
 def _cut(line: str) -> str:
@@ -536,6 +545,7 @@ class Result:
         windows_skipped: reason why gradients of steps were not judged, of `verify` in cases that
             were, of `audit` where steps were only counted -> number of such steps.
         assumes: of `verify`, the assumptions of the loop.
+        is_uncast: of `verify`, whether the cases had a dtype that autocast leaves alone.
         autocast: of `verify`, the dtype in which the loop may compute its losses under autocast, or
             None.
         worst_error_over_allowed: of `verify`, largest ratio of error to allowed error in cases that
@@ -581,6 +591,7 @@ class Result:
     windows_skipped: dict[str, int] = field(default_factory=dict)
     assumes: tuple[str, ...] = field(default=(), metadata=VERIFY)
     autocast: str | None = field(default=None, metadata=VERIFY)
+    is_uncast: bool = field(default=False, metadata=INTERNAL)
     worst_error_over_allowed: float = field(default=0.0, metadata=VERIFY)
     again: dict[str, int] = field(default_factory=dict, metadata=AUDIT)
     findings: tuple[str, ...] = ()
@@ -851,7 +862,7 @@ def weight_lines(weights: Sequence[Weight]) -> list[str]:
     top = _largest(weights)
     ranks = any(w.rank is not None for w in weights)
     rows: list[tuple[str, ...]] = [
-        ("micro-batch", "rank", "count", "weight", "should be", "# weight, | should be")
+        ("micro-batch", "rank", "count", "weight", "expected", "weight (bar), expected (|)")
     ]
     for w in weights[:SHOWN_ROWS]:
         numbers = (f"{value:.6g}" for value in (w.count, w.observed, w.expected))
@@ -953,7 +964,12 @@ def _below_loop(result: Result) -> Iterator[str]:
         f"assumes {name}: {meaning}" for name, meaning in DECLARED.items() if name in result.assumes
     )
     if result.autocast:
-        yield f"losses may be computed under torch.autocast in {result.autocast}"
+        uncast = (
+            "; nothing of the cast was judged: it leaves float64 alone, so say --dtype float32"
+            if result.is_uncast
+            else ""
+        )
+        yield f"losses may be computed under torch.autocast in {result.autocast}{uncast}"
     if result.traffic:
         yield result.traffic
     if moved := result.moved_by_zeros:
@@ -1048,14 +1064,14 @@ def _weights_html(weights: Sequence[Weight]) -> str:
         "micro-batch",
         *(("rank",) if ranks else ()),
         "count",
+        "weight",
         "expected",
-        "observed",
-        "observed, | expected",
+        "weight (bar), expected (|)",
     )
     head = "".join(f'<th style="{_CELL}">{name}</th>' for name in names)
     body = []
     for w in weights:
-        numbers = (f"{value:.6g}" for value in (w.count, w.expected, w.observed))
+        numbers = (f"{value:.6g}" for value in (w.count, w.observed, w.expected))
         cells = (w.place, *((str(w.rank),) if ranks else ()), *numbers)
         bar = "".join(
             f'<div style="position:absolute;{style}"></div>'

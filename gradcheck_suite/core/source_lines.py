@@ -18,7 +18,7 @@ from typing import Any
 from gradcheck_suite.core.faults import FAULTS, names_of
 from gradcheck_suite.core.records import PACKAGE
 from gradcheck_suite.core.results import Violation
-from gradcheck_suite.core.text import file_text
+from gradcheck_suite.core.text import cell_lines, file_text
 
 MARGIN = 3
 """Lines that are shown before the first and after the last marked one of a script."""
@@ -354,13 +354,16 @@ def places_source(places: Mapping[str, str | None], folder: Path) -> dict[str, A
     marks: dict[int, str] = {}
     file = ""
     for name, place in places.items():
-        where, _, line = (place or "").partition(" < ")[0].rpartition(":")
+        # the last one is the user's own, of what a library does for it
+        where, _, line = (place or "").rpartition(" < ")[2].rpartition(":")
         if line.isdigit() and where == (file or where):
             file = where
             marks.setdefault(int(line), name)
     try:
         lines = (folder / file).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
+        lines = cell_lines(file)  # a notebook's cell is no file
+    if not marks or not lines:
         return None
     first = max(1, min(marks) - MARGIN)
     return _source(file, first, lines[first - 1 : max(marks) + MARGIN], marks)

@@ -4,6 +4,7 @@ on a terminal.
 
 from __future__ import annotations
 
+import linecache
 import re
 import sys
 import textwrap
@@ -111,6 +112,12 @@ def file_text(filename: str) -> str:
     return " ".join(cell) if cell else filename
 
 
+def cell_lines(name: str) -> list[str]:
+    """Return the lines of a notebook's cell that `file_text` has named; none where it is not known."""
+    cells = (filename for filename in [*linecache.cache] if file_text(filename) == name)
+    return [line.rstrip("\n") for line in linecache.getlines(next(cells, ""))]
+
+
 def percent(share: float) -> str:
     """Return a share as a percentage of three digits."""
     return "less than 0.1%" if share < 1e-3 else f"{100 * share:.3g}%"
@@ -202,8 +209,45 @@ def say(lines: Iterable[str], file: TextIO | None = None) -> None:
     # what a program puts in place of its standard error often has no `isatty`
     width = console.width if getattr(file, "isatty", bool)() else None
     for line in lines:
-        console.print(line if width is None or _COPIED.match(line) else _wrapped(line, width))
+        if width is None or _COPIED.match(line):
+            console.print(line)
+        else:
+            console.print(_wrapped(_fitted(line, width), width))
     file.flush()
+
+
+_BAR = re.compile(r"(?P<head>(?: +[\w.,+-]*\w){4,}  )(?P<before>[#-]* *)\|(?P<after>[#-]*)$")
+_BAR_TITLE = re.compile(r"  weight \(bar\), expected \(\|\)$")
+_SOURCE = re.compile(r"(?P<head> *(?:\S+:)?\d+ \| )(?P<text>.*?)(?P<note>   \S(?: ?\S)*)$")
+_LONGEST_BAR, _SHORTEST_BAR, _SHORTEST_TEXT = 25, 8, 12
+
+
+def _fitted(line: str, width: int) -> str:
+    """Return a line that must stay one: a bar is drawn shorter, and a source line is cut before its
+    note.
+
+    Bars of one table begin in one column, so that they shrink by one factor.
+    """
+    if len(line) <= width and not _BAR.match(line):
+        return line
+    if bar := _BAR.match(line):
+        room = max(width - len(bar["head"]) - 1, _SHORTEST_BAR)
+        scale = min(1.0, room / _LONGEST_BAR)
+        return f"{bar['head']}{_shrunk(bar['before'], scale)}|{_shrunk(bar['after'], scale)}"
+    if _BAR_TITLE.search(line):
+        return _BAR_TITLE.sub("  bar, |", line)
+    if source := _SOURCE.match(line):
+        room = max(width - len(source["head"]) - len(source["note"]), _SHORTEST_TEXT)
+        text = source["text"].rstrip()
+        text = text if len(text) <= room else f"{text[: room - 3]}..."
+        return f"{source['head']}{text:<{room}}{source['note']}"
+    return line
+
+
+def _shrunk(part: str, scale: float) -> str:
+    """Return a part of a bar, drawn and blank columns alike, in so much of its length."""
+    drawn, whole = len(part.rstrip()), round(len(part) * scale)
+    return f"{part[:1] * min(whole, round(drawn * scale)):<{whole}}"
 
 
 def _wrapped(line: str, width: int) -> str:

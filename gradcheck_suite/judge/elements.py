@@ -137,6 +137,8 @@ def mixed(comparison: Comparison, wrong: Sequence[str]) -> Diagnosis | None:
 
 LEVELS = (3, 7, 15, 31, 63, 127, 255, 32767)
 """Largest whole numbers of the formats that gradients are quantised to."""
+FIRST_FINE = LEVELS.index(127)
+"""Place of the first of them whose error is so small that one element tells it."""
 
 
 def levels_of(expected: Array, observed: Array) -> int | None:
@@ -144,9 +146,11 @@ def levels_of(expected: Array, observed: Array) -> int | None:
     are near enough.
     """
     largest = np.abs(observed).max()
-    if np.count_nonzero(observed) < 3 or len(np.unique(np.abs(observed))) < 2:
+    if len(np.unique(np.abs(observed[observed != 0]))) < 2:
         return None
-    for levels in LEVELS:
+    # of two elements, one alone lies on a level by chance, the largest always does
+    few = np.count_nonzero(observed) < 3
+    for levels in LEVELS[FIRST_FINE:] if few else LEVELS:
         steps = observed / largest * levels
         if (np.abs(steps - np.round(steps)) < 1e-9 * levels).all():
             return levels if (np.abs(observed - expected) <= largest / levels).all() else None
@@ -297,7 +301,13 @@ def _faults(comparison: Comparison, name: str, weights: Diagnosis | None) -> Ite
             " they are quantised"
         )
         yield Diagnosis("low-precision", text)
-    elif weights is None and how is None and not other and (there & ~off).any():
+    elif (
+        weights is None
+        and how is None
+        and not other
+        and (there & ~off).any()
+        and _is_part(expected, observed, allowed, off)
+    ):
         yield Diagnosis("partial-gradient", _partial_text(name, expected, observed, allowed, off))
     elif weights is None and (form := format_of(expected, observed)):
         yield Diagnosis(
@@ -306,6 +316,21 @@ def _faults(comparison: Comparison, name: str, weights: Diagnosis | None) -> Ite
             f" {relative_error(expected, observed):.1g}, and all its elements are exactly"
             f" representable in {form}",
         )
+
+
+def _is_part(expected: Array, observed: Array, allowed: Array, off: npt.NDArray[np.bool_]) -> bool:
+    """Whether wrong elements are 0, cut, or have one factor: a single one has any factor."""
+    seen, due = observed[off], expected[off]
+    if (np.abs(seen) <= allowed[off]).all():
+        return True
+    if np.count_nonzero(off) > 1:
+        return True
+    ratio = float(seen[0] / due[0]) if due[0] else math.inf
+    return any(abs(ratio - factor) <= 1e-9 for factor in PLAIN_FACTORS)
+
+
+PLAIN_FACTORS = (-1.0, 2.0, 3.0, 4.0, 1 / 2, 1 / 3, 1 / 4)
+"""Factors of a single element that are no coincidence."""
 
 
 def _factor(expected: Array, observed: Array, allowed: Array) -> Diagnosis | None:

@@ -349,7 +349,8 @@ def of_one_sign(found: Diagnosis, window: Window, comparison: Comparison) -> Dia
     observed, allowed = comparison.observed[elements], comparison.allowed[elements]
     for sign, which in ((1, "positive"), (-1, "negative")):
         kept = np.where(np.sign(gradients) == sign, gradients, 0.0).sum(axis=0) * scale
-        if (np.abs(kept - observed) <= 8 * allowed).all():
+        # a gradient of zeros has elements of neither sign
+        if (np.abs(kept) > allowed).any() and (np.abs(kept - observed) <= 8 * allowed).all():
             text = f"of each micro-batch's gradient only the {which} elements are in the step's"
             one_sign = Diagnosis("partial-gradient", text)
             # few elements may have one sign by chance

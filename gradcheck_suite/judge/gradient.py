@@ -552,11 +552,13 @@ def explain_gradient(e: Evidence) -> Diagnosis:
         on_case = stolen_buffer(e.instance) or explain_on_case(e)
         # weights that no fault gives under two plans fit one on a small case by chance
         by_chance = (
-            diagnosis.name == "unrecognised-weights"
+            (diagnosis.name == "unrecognised-weights" or diagnosis.refutes_weights)
             and on_case is not None
             and is_of_weights(on_case.name)
         )
+        refutes_weights = diagnosis.refutes_weights
         diagnosis = diagnosis if on_case is None or by_chance else on_case
+        diagnosis = replace(diagnosis, refutes_weights=refutes_weights)
         # what was read off the same case in float64 is chance where the case itself does not repeat
         e.runner.runs_left = max(e.runner.runs_left, 1)
     if on_probe is None and diagnosis.names & NOT_BY_VALUES:
@@ -702,7 +704,7 @@ def _on_probe(e: Evidence, probe: WeightProbe, *, or_another: bool = False) -> D
         return None
     # chance, other inputs, or a second fault
     if found := combined_elements(window, comparison) or e.of_inputs:
-        return found
+        return replace(found, refutes_weights=True)
     here = e.of_weights
     # a loop that takes its losses from elsewhere than run.loss has other ones on the probe
     if here is not None and (
@@ -713,7 +715,13 @@ def _on_probe(e: Evidence, probe: WeightProbe, *, or_another: bool = False) -> D
     wrong, others = wrong_and_right(comparison)
     if others and is_explained(window, comparison, weights, only=wrong):
         return replace(found, sentence=f"{where_wrong(comparison)}{found.sentence}")
-    return found
+    if not is_of_weights(found.name):
+        return found
+    unnamed = not_linear(
+        f"the weights that the weight probe shows, those of {found.name}, do not give the gradient"
+        f" of this case: it depends on the model or on the values of the batch; it is {e.place}"
+    )
+    return replace(unnamed, refutes_weights=True)
 
 
 def _is_right_with_finite_losses(e: Evidence) -> bool:

@@ -603,6 +603,8 @@ def _cut_elsewhere(wrong: Steps) -> bool:
     than windows.
     """
     whole = True
+    if all(map(_ranks_have_whole_parts, wrong)):
+        return False
     for w in wrong:
         held = [j for j, n in enumerate(w.counts) if n and w.observed[j]]
         runs = [*groupby(enumerate(held), lambda pair: pair[1] - pair[0])]
@@ -613,6 +615,19 @@ def _cut_elsewhere(wrong: Steps) -> bool:
         whole = whole and bool(np.all(w.ratio))
     # where each has its own window, and something beside it, none is cut
     return any(w.foreign and np.any(w.ratio) for w in wrong) and not whole
+
+
+def _ranks_have_whole_parts(w: Weights) -> bool:
+    """Whether each rank's micro-batches are all those of one window of its own, or none.
+
+    A rank that is a window late begins and ends where the others do.
+    """
+    for rank in sorted(set(w.owners)):
+        held = {j for j, n in enumerate(w.counts) if n and w.observed[j] and w.owners[j] == rank}
+        parts = [{j for j in window if w.owners[j] == rank and w.counts[j]} for window in w.windows]
+        if held and held not in parts:
+            return False
+    return bool(w.owners)
 
 
 def _cut_text(w: Weights, wrong: Steps) -> str:

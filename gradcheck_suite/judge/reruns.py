@@ -88,6 +88,23 @@ CLOSE = 1e-9
 """Share of the largest element up to which a gradient that is computed again is the same."""
 
 
+@dataclass(frozen=True)
+class LateValues:
+    """What was written between a forward and its backward, past autograd's own check of that.
+
+    Attributes:
+        batch: name of each leaf of the batch that was written -> its later value.
+        parameters: name of each parameter that was written -> its later value.
+    """
+
+    batch: dict[str, torch.Tensor]
+    parameters: dict[str, torch.Tensor]
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and bool(((one == other) | (one != one)).all())
+
+
 @dataclass
 class LossCall:
     """A call of the loss.
@@ -99,18 +116,39 @@ class LossCall:
             was called with the output of one, as `run.criterion` does. The batch is without what
             the model reads then.
         training: name of each module -> its mode.
+        given: the batch itself, and the parameters themselves, as far as they were read.
         cotangent: what backward handed to the loss; None where the loss was not sent backward.
+        late: what stood in the batch and in the parameters when the loss was first sent backward;
+            None where that is what the loss was computed from.
     """
 
     step: int
     batch: Batch
     parameters: dict[str, torch.Tensor]
     training: dict[str, bool]
+    given: tuple[Batch, dict[str, torch.Tensor]] = (None, {})
     cotangent: torch.Tensor | None = None
+    late: LateValues | None = None
 
     def note(self, cotangent: torch.Tensor) -> None:
-        """Add what a backward hands to the loss."""
+        """Add what a backward hands to the loss, and what stands in its inputs by then."""
+        if self.cotangent is None:
+            self._note_late()
         self.cotangent = cotangent if self.cotangent is None else self.cotangent + cotangent
+
+    def _note_late(self) -> None:
+        batch, parameters = self.given
+        now, before = dict(named_leaves(batch)), dict(named_leaves(self.batch))
+        refilled = {
+            name: t.detach().clone() for name, t in now.items() if not _same(t, before[name])
+        }
+        written = {
+            name: p.detach().clone()
+            for name, p in parameters.items()
+            if not _same(p, self.parameters[name])
+        }
+        if refilled or written:
+            self.late = LateValues(refilled, written)
 
 
 class LossRecorder:
@@ -144,6 +182,7 @@ class LossRecorder:
             map_leaves(lambda t: t.detach().clone(), batch),
             {name: p.detach().clone() for name, p in read.named_parameters()},
             _modes(read),
+            (batch, dict(read.named_parameters())),
         )
         loss = self._loss(model, batch)
         if loss.requires_grad:
@@ -214,7 +253,10 @@ def explain_inputs(
     for calls in passes:
         if not calls or not _gives(reference, calls, observed):
             continue
-        differences = _differences(instance, right, members, calls)
+        differences = [
+            *_written_between(calls, instance),
+            *_differences(instance, right, members, calls),
+        ]
         found = [
             one
             for one, corrected in differences
@@ -239,7 +281,15 @@ def _gives(reference: Reference, calls: Sequence[LossCall], observed: Vector) ->
         for name, module in modules.items():
             module.training = call.training[name]
         assert call.cotangent is not None
-        loss = instance.problem.loss(model, map_leaves(torch.clone, call.batch))
+        batch = map_leaves(torch.clone, call.batch)
+        loss = instance.problem.loss(model, batch)
+        if call.late is not None:
+            # autograd's check of what it saved looks at the versions, which `.data` has not
+            leaves_of, own = dict(named_leaves(batch)), parameters
+            for name, value in call.late.batch.items():
+                leaves_of[name].data.copy_(value)
+            for name, value in call.late.parameters.items():
+                own[name].data.copy_(value)
         total += reference.flat(parameter_gradients(loss * call.cotangent, model))
     return bool((np.abs(total - observed) <= CLOSE * np.abs(total).max(initial=0.0)).all())
 
@@ -287,6 +337,28 @@ def _differences(
         yield split, None
     elif changed := _changed_text(instance, members, calls):
         yield Diagnosis("changed-batch", changed), None
+
+
+def _written_between(
+    calls: Sequence[LossCall], instance: Instance
+) -> Iterator[tuple[Diagnosis, list[LossCall] | None]]:
+    """Yield the diagnosis of inputs that were written between a forward and its backward, and the
+    calls without that.
+    """
+    late = [call.late for call in calls if call.late is not None]
+    batch = dict.fromkeys(name for values in late for name in values.batch)
+    parameters = dict.fromkeys(name for values in late for name in values.parameters)
+    kept = [replace(call, late=None) for call in calls]
+    when = (
+        f"between the forward and the backward of {len(late)} of the window's {len(calls)} losses"
+    )
+    right = "and the gradient is right for what stood there at the backward"
+    if batch:
+        text = f"the memory of {listed([*batch])} is written again {when}, {right}"
+        yield Diagnosis("changed-batch", text, causes=("written",)), kept
+    if parameters:
+        text = f"{listed([*parameters])} are written {when}, without autograd's notice, {right}"
+        yield Diagnosis("stale-parameters", text, causes=("written",)), kept
 
 
 def _mode_text(calls: Sequence[LossCall]) -> str:

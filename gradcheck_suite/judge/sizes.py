@@ -238,8 +238,38 @@ def _norm(gradient: Vector) -> str:
     return f"its norm is {np.linalg.norm(gradient):.4g}"
 
 
+def _is_of_any_size(s: Sizes) -> bool:
+    return s.small is not None and near(s.small, s.observed, s.exact)
+
+
+def _reaches_further(s: Sizes) -> bool:
+    """Whether elements that the window does not reach are as large as others."""
+    beyond = np.abs(s.observed[s.expected == 0])
+    return bool(beyond.size) and bool(beyond.max() > s.exact * np.abs(s.observed).max())
+
+
+def _keeps_signs(s: Sizes) -> bool:
+    """Whether a gradient has the signs of the right one; a single element is -1 or 1 as well."""
+    there = (s.observed != 0) & (s.expected != 0)
+    if not (np.sign(s.observed[there]) == np.sign(s.expected[there])).all():
+        return False
+    alone = np.count_nonzero(s.expected) == 1
+    return not alone or bool(np.isclose(np.abs(s.observed).max(), 1.0, rtol=s.exact))
+
+
+def _not_of_the_batch(s: Sizes) -> str | None:
+    if not _is_of_any_size(s) or not _reaches_further(s):
+        return None
+    number = np.count_nonzero(s.observed[s.expected == 0])
+    return (
+        "a loss 2**-20 times as large gives the same gradient, and"
+        f" {number} of its elements are not 0 though no item of the window reaches them: it is not"
+        " computed from the window's batch"
+    )
+
+
 def _normalised(s: Sizes) -> str | None:
-    if s.small is None or not near(s.small, s.observed, s.exact):
+    if not _is_of_any_size(s) or _reaches_further(s) or not _keeps_signs(s):
         return None
     there, what = s.observed != 0, _norm(s.observed)
     if np.count_nonzero(there) > 1 and _is_one_size(s.observed[there]):
@@ -306,6 +336,7 @@ PREDICATES: tuple[tuple[str, Callable[[Sizes], str | None]], ...] = (
     ("skipped-by-size", _lost),
     ("clipped", _cut),
     ("normalised", _normalised),
+    ("not-linear", _not_of_the_batch),
     ("added-term", _added),
     ("added-term", _beside_small),
 )

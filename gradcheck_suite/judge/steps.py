@@ -471,10 +471,13 @@ def _by_values(instance: Instance, outcome: Outcome, asked: str) -> Diagnosis:
             "skipped-by-size", f"{sentence}, so it skips steps by the values of gradients or losses"
         )
     taken = run_of(case.plan, gradients_of_steps(outcome)).held
-    due = zip(run_of(case.plan, ()).windows, expected_gradients(case), strict=True)
+    due = [*zip(run_of(case.plan, ()).windows, expected_gradients(case), strict=True)]
     finite = [right for window, right in due if window not in taken and np.isfinite(right).all()]
     if not finite:
         return NO_STEP
+    first = next((i for i, (_, right) in enumerate(due) if not np.isfinite(right).all()), len(due))
+    if all((window in taken) == (i < first) for i, (window, _) in enumerate(due)):
+        return NO_STEP_FROM_THERE
     norms = ", ".join(f"{np.linalg.norm(right):.3g}" for right in finite[:4])
     return Diagnosis(
         "skipped-by-size",
@@ -487,6 +490,14 @@ NO_STEP = Diagnosis(
     "skipped-non-finite",
     "the loop takes no step where a gradient is infinite or NaN, and the contract asks for one step"
     " per window",
+)
+
+
+NO_STEP_FROM_THERE = Diagnosis(
+    "skipped-non-finite",
+    "the loop takes no step where a gradient is infinite or NaN, nor in any window after it: it does"
+    " not reset that gradient, and what is added to it stays infinite or NaN",
+    causes=("not-reset",),
 )
 
 

@@ -153,6 +153,8 @@ class Diagnosis:
         details: lines for a reader: the numbers that the diagnosis rests on.
         weights: what the step gave each item, by micro-batch, where the diagnosis rests on that.
         causes: causes of the faults for which the table of faults has remedies of their own.
+        refutes_weights: whether the weights that a probe shows do not give the gradient of the
+            case, so that no name of weights stands for it.
     """
 
     name: str
@@ -160,6 +162,7 @@ class Diagnosis:
     details: tuple[str, ...] = ()
     weights: tuple[Weight, ...] = ()
     causes: tuple[str, ...] = ()
+    refutes_weights: bool = False
 
     def __post_init__(self) -> None:
         """Expect a name of the table, empty where none is given, and causes of its row."""

@@ -42,7 +42,10 @@ from gradcheck_suite.page.reading import (
 def outcome(data: Data) -> str:
     """Return the verdict in a record, with the diagnosis of a violation."""
     result = result_from_json(data)
-    return f"violated ({result.violation.diagnosis})" if result.violation else result.verdict
+    if result.violation:
+        return f"violated ({result.violation.diagnosis})"
+    accepted = ", ".join(fault.diagnosis for fault in result.accepted)
+    return f"{result.verdict}, accepted {accepted}" if accepted else result.verdict
 
 
 # What was verified: the verdict on each loop, and the layers, losses and splits of its cases.
@@ -72,6 +75,7 @@ def _verification(newest: list[Record]) -> Section:
                 "optimizer": d.get("optimizer"),
                 "worst error / allowed": d.get("worst_error_over_allowed"),
                 "diagnosis": title_of(d),
+                "accepted": accepted_in(d),
                 "counterexample": d.get("stored"),
                 "cases not judged, and why": (
                     "; ".join(f"{n}: {why}" for why, n in _items(d, "skipped")) or None
@@ -269,6 +273,15 @@ def title_of(data: Data) -> str | None:
     return violation_title(violation.kind, violation.diagnosis) if violation else None
 
 
+def accepted_in(data: Data) -> str | None:
+    """Return the faults and findings in a record that the project accepts, and why; None without any."""
+    result = result_from_json(data)
+    faults = [(fault.diagnosis, fault.reason) for fault in result.accepted]
+    findings = [(one.name, one.reason) for one in result.named_findings if one.reason is not None]
+    told = (f"{name}: {why or '--accept'}" for name, why in (*faults, *findings))
+    return "; ".join(told) or None
+
+
 def _verification_facts(data: Data) -> Facts:
     names = ("loop", "dtype", "device", "optimizer", "problem")
     return {" ".join(str(data[name]) for name in names if data.get(name)): outcome(data)}
@@ -301,6 +314,7 @@ def _audits(newest: list[Record]) -> Section:
             "verdict": str(d["verdict"]),
             "steps judged": d.get("windows"),
             "diagnosis": title_of(d),
+            "accepted": accepted_in(d),
             "at step": found.step if found else None,
             "loss": found.where if found else None,
             "what is wrong": found.explanation if found else None,
@@ -337,6 +351,11 @@ def verdict_cell(data: Data | None) -> Tone:
     if data is None:
         return "none", ("not run",)
     result = result_from_json(data)
+    if result.accepted and not result.violation:
+        return "warn", (
+            result.verdict,
+            *(f"accepted {fault.diagnosis}" for fault in result.accepted),
+        )
     tone = {"holds": "good", "violated": "bad"}.get(result.verdict, "none")
     return tone, (result.violation.diagnosis if result.violation else result.verdict,)
 

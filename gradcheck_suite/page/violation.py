@@ -30,7 +30,8 @@ from gradcheck_suite.page.charts import (
 )
 from gradcheck_suite.page.content import Figure, Table, machine_text, table
 
-WEIGHTS = {"expected": "c6", "observed": "c4"}
+WEIGHTS = {"weight": "c4", "expected": "c6"}
+"""What is drawn and written of a micro-batch, in the words of the terminal -> its colour."""
 SIZES = {
     "within the bound": "good-soft",
     "up to 1e3 bounds": "warn-soft",
@@ -52,7 +53,7 @@ def weights_plot(weights: Sequence[Weight]) -> Spec:
             "count": w.count,
         }
         for w in weights
-        for which, value in (("expected", w.expected), ("observed", w.observed))
+        for which, value in _numbers(w).items()
     ]
     bar = {
         "x": name("micro-batch", "micro-batch", axis={"labelAngle": 0}),
@@ -68,6 +69,10 @@ def weights_plot(weights: Sequence[Weight]) -> Spec:
         height=200,
     )
     return sized(found, width=90 * len(weights) + 60)
+
+
+def _numbers(weight: Weight) -> dict[str, float]:
+    return dict(zip(WEIGHTS, (weight.observed, weight.expected), strict=True))
 
 
 def elements_plot(part: Mapping[str, Any]) -> Spec:
@@ -293,7 +298,8 @@ def _weights_table(weights: Sequence[Weight]) -> Table | None:
     rows = [
         {
             "micro-batch": micro_batch(w),
-            **{name: json_number(getattr(w, name)) for name in ("count", *WEIGHTS)},
+            "count": json_number(w.count),
+            **{name: json_number(value) for name, value in _numbers(w).items()},
         }
         for w in weights
     ]
@@ -312,11 +318,11 @@ def _figures(name: str, weights: Sequence[Weight], evidence: Rows) -> tuple[Figu
     found = []
     if weights:
         sentence = "; ".join(
-            f"micro-batch {micro_batch(w)}: expected {w.expected:.4g}, observed {w.observed:.4g}"
+            f"micro-batch {micro_batch(w)}: weight {w.observed:.4g}, expected {w.expected:.4g}"
             for w in weights
         )
         caption = (
-            "Expected and observed weight of each item in the gradient of the step, by micro-batch."
+            "Weight of each item in the gradient of the step, and the expected one, by micro-batch."
         )
         found.append(
             Figure(f"{name}-weights", weights_plot(weights), f"{caption} {sentence}", caption)

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from gradcheck_suite.port.torch_program import Call, Change, Ref, fill, flat
+
+
+class NoArgumentError(AttributeError):
+    """An overload of an operation does not have an argument that a row of a table reads."""
+
+
+RAISED = (RuntimeError, IndexError, ValueError, NoArgumentError)
+"""What torch raises where a hypothesis does not fit the shapes, and a row that does not fit an overload. Nothing else
+is expected: a mistake of this package, such as a misspelt name, is said."""
+
+
+def of_ours(error: Exception) -> str:
+    """Return an exception that is nobody's but this package's in words, with its place."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    said = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}{place}: {said}"[:300] + "; please report it"
 
 
 @dataclass
@@ -82,12 +101,15 @@ class Given:
         try:
             return self.values[name]
         except KeyError:
-            raise AttributeError(name) from None
+            raise NoArgumentError(name) from None
 
     @property
     def first(self) -> torch.Tensor:
         """The first tensor."""
-        found: torch.Tensor = next(v for v in self.values.values() if isinstance(v, torch.Tensor))
+        tensors = (v for v in self.values.values() if isinstance(v, torch.Tensor))
+        found = next(tensors, None)
+        if found is None:
+            raise NoArgumentError("no tensor")
         return found
 
     def out(self, /, **others: Any) -> Any:

@@ -19,8 +19,8 @@ import torch
 from hypothesis import Phase, errors, find, settings
 from hypothesis import strategies as st
 
+from gradcheck_suite.port.changes import RAISED
 from gradcheck_suite.port.number_sets import Array
-from gradcheck_suite.port.search import RAISED
 from gradcheck_suite.port.sides import Point
 from gradcheck_suite.port.sizes import Resize, is_sized
 from gradcheck_suite.port.torch_program import LOSS, Call, Ref, TorchProgram, TorchRun, as_tensor

@@ -35,8 +35,8 @@ SHRINKS = 60
 """Inputs that are asked about to make one smaller."""
 REFUSALS = 3
 """Sizes of some axes that torch refuses in a row before no further ones are drawn."""
-SHAPES = ((150, 24), (600, 14), (2000, 8))
-"""Calls of the torch program, and shapes that are drawn of one of so many: each is compiled."""
+SHAPES = ((120, 18), (300, 10), (1000, 6))
+"""Operations of the larger program, and shapes that are drawn of one of so many: each is compiled."""
 FEWEST = 4
 """Shapes that are drawn of a larger program."""
 
@@ -157,8 +157,10 @@ class DrawnInputs:
 
     @property
     def _most_shapes(self) -> int:
-        calls = len(self.sides.torch_program(self.sides.given).calls)
-        return next((shapes for most, shapes in SHAPES if calls <= most), FEWEST)
+        given = self.sides.given
+        calls = len(self.sides.torch_program(given).calls)
+        size = max(calls, len(self.sides.jax_program(given).all_equations))
+        return next((shapes for most, shapes in SHAPES if size <= most), FEWEST)
 
     def _sizes(self, base: Point) -> Iterator[tuple[Resize, ...]]:
         """Yield other sizes, each by itself, and last those that were taken together."""

@@ -159,9 +159,10 @@ def reset_gates(search: Search, place: int) -> Iterator[Hypothesis]:
     result.
     """
     calls = search.program.calls
-    if calls[place].name.rstrip("_") != "mul":
+    operands = list(search.positions(place))
+    if calls[place].name.rstrip("_") != "mul" or len(operands) != 2:
         return
-    for i, ref in search.positions(place):
+    for i, ref in operands:
         if isinstance(ref.kind, int) and re.search("split|chunk", calls[ref.kind].name):
             for total in search.read_by([ref.kind], 2):
                 if calls[total].name == "addmm":
@@ -553,7 +554,8 @@ def chosen_of_others(search: Search, place: int) -> Iterator[Hypothesis]:
 def _why_taken(search: Search, place: int, ref: Ref, other: Ref) -> str:
     calls, producers = search.program.calls, {s.kind for s in search.matching.sources(ref)}
     if not isinstance(other.kind, int):
-        if skipped_calls := _between(search, ref, other):
+        skipped_calls = _between(search, ref, other)
+        if skipped_calls and calls[place].name.rstrip("_") != "add":
             names = {calls[k].name.rstrip("_") for k in skipped_calls}
             if {"sub", "div"} <= names or {"sub", "mul"} <= names:
                 return "missing-norm"

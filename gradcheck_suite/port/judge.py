@@ -9,23 +9,21 @@ from __future__ import annotations
 
 import re
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from gradcheck_suite.core.options import PortOptions
-from gradcheck_suite.core.text import suggestion
+from gradcheck_suite.core.text import counted, suggestion
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.port.budget import SECONDS, Budget
 from gradcheck_suite.port.causes import CAUSES, meaning
-from gradcheck_suite.port.changes import Hypothesis
+from gradcheck_suite.port.changes import RAISED, Hypothesis, of_ours
 from gradcheck_suite.port.drawing import author_points, binding_points, described, resampled
 from gradcheck_suite.port.drawn_inputs import DrawnInputs, loss_error, nonfinite, run_with, special
 from gradcheck_suite.port.families import FAMILIES, reordered
@@ -47,7 +45,7 @@ from gradcheck_suite.port.pair import (
 from gradcheck_suite.port.precision import precision_findings
 from gradcheck_suite.port.result import Kind, MapRow, PortFinding, PortResult
 from gradcheck_suite.port.running_statistics import statistic_faults
-from gradcheck_suite.port.search import RAISED, Found, Repairs, Search
+from gradcheck_suite.port.search import Found, Repairs, Search
 from gradcheck_suite.port.sides import Point, Sides
 from gradcheck_suite.port.sizes import expect_sizes
 from gradcheck_suite.port.torch_program import LOSS, Call, Change, Ref, TorchRun, fill, flat
@@ -156,7 +154,7 @@ class Judge:
         except UsageError:
             raise
         except Exception as error:
-            self._leave_out(f"the stage {name!r} was not judged: {_of_ours(error)}")
+            self._leave_out(f"the stage {name!r} was not judged: {of_ours(error)}")
             return name not in ("map", "both_sides")
         return True
 
@@ -398,6 +396,8 @@ class Judge:
         found = search.find(FAMILIES, region, first) if region else None
         if found is None and is_by_arrays:
             found = reordered(search, ends)
+        for words in search.odd:
+            self._note(f"a change could not be tried: {words}")
         return search, ends, first, found
 
     def _explain(self, point: Point, loss: bool, off: float) -> bool:
@@ -546,8 +546,18 @@ class Judge:
             return
         self.judged.append("running statistics")
         allowed = self.sides.bounds(self.sides.given).outputs
+        alike: dict[tuple[str, str], list[tuple[str, float]]] = {}
         for name, cause, observed, off in statistic_faults(self.sides, allowed):
+            own = name.rpartition(".")[2]
+            alike.setdefault((cause, f"{own} {observed}"), []).append((name, off))
+        # one line of the port updates those of all layers
+        for (cause, observed), faults in alike.items():
+            name, off = faults[0][0], max(off for _, off in faults)
+            observed = observed.partition(" ")[2]
             words = f"expected {name} after the step as torch has it, observed {observed}"
+            if others := [other for other, _ in faults[1:]]:
+                shown = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+                words += f", as of {counted(len(others), 'more buffer')}: {shown}"
             self._add("state", name.rpartition(".")[0], cause, words, error=off, allowed=allowed)
 
     # gradients and updates
@@ -731,6 +741,9 @@ class Judge:
                     changed = self.repairs.plus(hypothesis).run(program)
                 except RAISED:
                     continue
+                except Exception as error:
+                    self._note(f"a fault could not be planted: {of_ours(error)}")
+                    continue
                 off = outputs_error(changed.outs, side)
                 if off > allowed and np.isfinite(off) and (least is None or off < least[0]):
                     least = (
@@ -753,14 +766,6 @@ class Judge:
             self.unjudged
             or "no planted fault was found: the outputs do not depend on the parameters"
         )
-
-
-def _of_ours(error: Exception) -> str:
-    """Return an exception that is nobody's but this package's in words, with its place."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-    said = next(iter(str(error).strip().splitlines()), "")
-    return f"{type(error).__name__}{place}: {said}"[:300] + "; please report it"
 
 
 def _has_same_numbers(expected: Any, observed: Array) -> bool:

@@ -192,7 +192,9 @@ class StateMap:
         own, load = self.pair.module.state_dict(), self.pair.load
         assert load is not None
         given = {n: shaped_as(v, own[n]).numpy().copy() for n, v in state.items()}
-        return self.model.loaded(raised("load", lambda: load(given)))
+        names = ", ".join(list(given)[:4]) + (", ..." if len(given) > 4 else "")
+        hint = f"its state has numpy arrays by the names of state_dict(): {names}"
+        return self.model.loaded(raised("load", lambda: load(given), hint))
 
     def moved(self, seed: int, much: float = 1.0) -> tuple[State, list[Any]]:
         """Return a state away from the initial one, and the leaves of the JAX parameters in

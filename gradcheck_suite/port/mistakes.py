@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812 - as torch's documents call it
 
-from gradcheck_suite.port.changes import Given, Hypothesis, in_place_of
+from gradcheck_suite.port.changes import RAISED, Given, Hypothesis, in_place_of
 from gradcheck_suite.port.torch_program import Call
 
 Values = Callable[[Given, Any], Iterable[Any]] | Iterable[Any]
@@ -117,6 +117,8 @@ def _norm(
             plain_norm(x, range(-len(a.normalized_shape), 0) if over is None else over, eps, **how),
         )
     if running if running is not None else not _trains(a):
+        if a.running_mean is None:
+            raise ValueError("no running statistics")
         mean, variance = (v.reshape(_across(x)) for v in (a.running_mean, a.running_var))
         return _scaled(a, (x - mean) / _deviation(variance, eps, how.get("place", "")))
     return _scaled(a, plain_norm(x, [d for d in range(x.dim()) if d != 1], eps, **how))
@@ -477,12 +479,26 @@ def _filled(a: Given, value: float, *, invert: bool = False) -> Any:
     return torch.where(~mask if invert else mask, torch.as_tensor(value, dtype=other.dtype), other)
 
 
+def _mask_of_sum(a: Given) -> tuple[Any, Any] | None:
+    """Return the additive mask of a sum and its other summand, None where neither is a mask."""
+    for mine, other in ((a.self, a.other), (a.other, a.self)):
+        both = isinstance(mine, torch.Tensor) and isinstance(other, torch.Tensor)
+        if both and mine.is_floating_point() and bool((mine <= -1e4).any()):
+            return mine, other
+    return None
+
+
+def _where_masked(values: Iterable[float]) -> Values:
+    """Return values of a row that is of sums with an additive mask alone."""
+    return lambda a, out: list(values) if _mask_of_sum(a) is not None else []
+
+
 def _added(a: Given, value: float, *, invert: bool = False, replace: bool = False) -> Any:
-    """Return a sum with another additive mask; it raises where neither summand is one."""
-    mine, other = (a.self, a.other) if bool((a.self <= -1e4).any()) else (a.other, a.self)
-    mask = (mine <= -1e4) ^ invert
-    if not bool((mine <= -1e4).any()):
+    """Return a sum with another additive mask."""
+    found = _mask_of_sum(a)
+    if found is None:  # the row is tried again at another call of the line
         raise ValueError("no mask")
+    mask, other = (found[0] <= -1e4) ^ invert, found[1]
     put = torch.as_tensor(value, dtype=other.dtype)
     return torch.where(mask, put, other) if replace else other + torch.where(mask, put, 0.0)
 
@@ -583,7 +599,7 @@ def _argument(cause: str, operations: str, name: str, values: Values) -> Formula
     """Return that an argument has another value."""
 
     def others(a: Given, out: Any) -> list[Any]:
-        mine = a.values[name]
+        mine = getattr(a, name)
         every = values(a, out) if callable(values) else values
         return [
             v
@@ -871,12 +887,12 @@ FORMULAS = (
             "add",
             "the mask inverted ({:g})" if invert else "{:g} where masked",
             lambda a, p, i=invert, r=put: _added(a, p, invert=i, replace=r),
-            NEGATIVE if invert else [f for f in FILLS if f or put],
+            _where_masked(NEGATIVE if invert else [f for f in FILLS if f or put]),
         )
         for invert in (False, True)
         for put in (False, True)
     ),
-    Formula("missing-mask", "add", "no mask", lambda a, p: _added(a, 0.0)),
+    Formula("missing-mask", "add", "no mask", lambda a, p: _added(a, p), _where_masked([0.0])),
     # parts and orders of elements
     Formula(
         "missing-transpose",
@@ -1071,6 +1087,7 @@ FORMULAS = (
         lambda a, p: (
             _each(a).sum() / a.weight[torch.where(a.target == a.ignore_index, 0, a.target)].sum()
         ),
+        lambda a, out: [None] if a.weight is not None else [],
     ),
     Formula(
         "ignore-index",
@@ -1105,7 +1122,7 @@ def _fitting(operation: str, activates: bool) -> tuple[Formula, ...]:
 def _each_value(values: Values, given: Given, out: Any) -> list[Any]:
     try:
         return list(values(given, out) if callable(values) else values)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError):
+    except RAISED:
         return []  # the row does not fit this overload or these shapes
 
 

@@ -521,11 +521,9 @@ def moved(rng: np.random.Generator, much: float = 1.0) -> Draw:
             float(np.sqrt(np.mean(value**2))) if value.size else 0.0,
             much * rng.normal(size=value.shape),
         )
-        rises = value.ndim == 1 and value.size > 2 and bool((np.diff(value) > 0).all())
-        if rises or (value.size and value.min() > 0 and value.max() < 1):
-            # edges of bins stay in order, and shares between 0 and 1
-            return _in_order(value, 0.3 * noise)
         small = size <= 1e-3  # layers that start at 1e-6 hide what is behind them, as zeros do
+        if not small and _is_in_order(value):
+            return _in_order(value, 0.3 * noise)
         if (
             value.size and value.min() > 0
         ):  # such as a scale or a variance, whose logarithm or root may be taken
@@ -535,17 +533,22 @@ def moved(rng: np.random.Generator, much: float = 1.0) -> Draw:
     return draw
 
 
+def _is_in_order(value: Array) -> bool:
+    """Return whether numbers rise or fall, as edges of bins and schedules of noise do."""
+    if value.ndim != 1 or value.size < 3:
+        return False
+    steps = np.diff(value)
+    return bool((steps > 0).all() or (steps < 0).all())
+
+
 def _in_order(value: Array, noise: Array) -> Array:
     """Return other numbers that rise where the given ones do, and stay between 0 and 1."""
     if value.min() > 0 and value.max() < 1:
         new = value ** np.exp(noise)
     else:
         new = value + noise * np.abs(np.diff(value)).mean()
-    if value.ndim != 1 or value.size < 3:
-        return np.asarray(new)
-    steps = np.diff(value)
-    new = np.sort(new) if (steps >= 0).all() else new
-    return np.sort(new)[::-1].copy() if (steps <= 0).all() else np.asarray(new)
+    new = np.sort(new)
+    return new if value[0] < value[-1] else new[::-1].copy()
 
 
 def distinct(rng: np.random.Generator, high: bool) -> Draw:
@@ -631,8 +634,13 @@ def built_again(pair: Port, draw: Draw) -> tuple[Port, State]:
     return again, state_of(again.module)
 
 
-def raised(side: str, call: Callable[[], Any]) -> Any:
+def raised(side: str, call: Callable[[], Any], hint: str = "") -> Any:
     """Return what a call of the author's code returns.
+
+    Args:
+        side: whose code it is, as the message names it.
+        call: of the code.
+        hint: what to do, where an exception has one usual reason.
 
     Raises:
         UsageError: it raised; the message says where.
@@ -648,7 +656,8 @@ def raised(side: str, call: Callable[[], Any]) -> Any:
         ]
         place = f" at {line}" if (line := first_of_author(reversed(frames))) else ""
         said = next(iter(str(error).strip().splitlines()), "")
-        raise UsageError(f"{side} raised {type(error).__name__}{place}: {said}"[:400]) from error
+        words = f"{side} raised {type(error).__name__}{place}: {said}"[:400]
+        raise UsageError(f"{words}{f' ({hint})' if hint else ''}") from error
 
 
 _OWN = str(Path(__file__).resolve().parent.parent)

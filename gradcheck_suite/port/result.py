@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+import re
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -13,6 +14,13 @@ from gradcheck_suite.core.text import counted
 from gradcheck_suite.errors import UsageError, ViolationFound
 from gradcheck_suite.port.causes import remedy
 
+_VALUE = re.compile(r", observed [^,]* instead of ([\w.+-]+)(?= \(|$)")
+"""The value that torch has, in the sentence of a finding."""
+_OF_TORCH = ("pass torch's ", "use torch's ")
+_BY_VALUE = {
+    ("gelu-approximation", "none"): "pass approximate=False",
+    ("gelu-approximation", "tanh"): "pass approximate=True",
+}
 Kind = Literal["load", "forward", "gradient", "update", "state", "precision"]
 
 
@@ -42,8 +50,14 @@ class PortFinding:
 
     @property
     def remedy(self) -> str:
-        """What to do, or nothing where the cause is unknown."""
-        return remedy(self.cause)
+        """What to do, with torch's value where it is known; nothing where the cause is unknown."""
+        general = remedy(self.cause)
+        value = _VALUE.search(self.words)
+        if value is None:
+            return general
+        if (named := _BY_VALUE.get((self.cause, value[1]))) is not None:
+            return named
+        return f"{general}, {value[1]}" if general.startswith(_OF_TORCH) else general
 
     def to_json(self) -> dict[str, Any]:
         """Return the finding as JSON-ready data."""
@@ -177,19 +191,8 @@ class PortResult:
         return f"<pre>{html.escape(str(self))}</pre>"
 
     def to_html(self) -> str:
-        """Return the verdict and the map as one HTML page."""
-        lines = [*self.lines, "", "map:", *self.map_lines]
-        style = (
-            "body{font:14px/1.5"
-            " ui-monospace,monospace;margin:2rem;max-width:70rem}pre{white-space:pre-wrap}"
-        )
-        title = html.escape(f"{self.loop}: {self.verdict}")
-        text = html.escape("\n".join(lines))
-        head = f'<meta charset="utf-8"><title>{title}</title><style>{style}</style>'
-        return (
-            "<!doctype html><html"
-            f' lang="en"><head>{head}</head><body><pre>{text}</pre></body></html>\n'
-        )
+        """Return the verdict and the map as one HTML page, which opens without a network."""
+        return _page(self)
 
     def raise_for_violation(self) -> None:
         """Do nothing where the port is the torch model.
@@ -233,6 +236,79 @@ def _finding_lines(finding: PortFinding) -> list[str]:
             f"  off by {finding.error:.2g} of the largest number, {finding.allowed:.1g} allowed"
         )
     return [*lines, f"  fix: {finding.remedy}"] if finding.remedy else lines
+
+
+# The page of a verdict. It has no script, and so needs none of what the other pages are made with.
+
+
+_STYLE = """
+:root { color-scheme: light dark }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 60rem; padding: 0 1rem }
+h1 { font-size: 1.3rem } h2 { font-size: 1.05rem; margin: 1.5rem 0 .3rem }
+h1, h2, td, p { overflow-wrap: anywhere }
+.verdict { border: 2px solid; border-radius: .3rem; padding: 0 .5rem }
+code { font-family: ui-monospace, monospace; font-size: .9em }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; margin: .3rem 0 }
+dt { opacity: .7 } dd { margin: 0; overflow-wrap: anywhere }
+table { border-collapse: collapse } th, td { text-align: left; padding: .15rem 1rem .15rem 0 }
+th { border-bottom: 1px solid }
+"""
+
+
+def _page(result: PortResult) -> str:
+    """Return a verdict as an HTML page: each difference with its places and its fix, then the map."""
+    title = html.escape(f"{result.loop}: {result.verdict}")
+    parts = [
+        f'<h1><code>{html.escape(result.loop)}</code> <span class="verdict">{result.verdict}</span></h1>'
+    ]
+    if result.judged:
+        parts.append(_paragraph(f"{', '.join(result.judged)} compared, {result.seconds:.1f} s"))
+    parts += map(_section, result.findings)
+    for title_of, lines in (
+        (
+            "Accepted",
+            [f"{f.cause} at {f.place or 'the model'}: {f.words}" for f in result.accepted],
+        ),
+        ("Smallest inputs on which they differ", result.smallest),
+        ("Not judged", [result.unjudged] if result.unjudged else []),
+        ("Self-test", [result.planted] if result.planted and result.holds else []),
+        ("Notes", result.notes),
+    ):
+        if lines:
+            parts += [f"<h2>{title_of}</h2>", *map(_paragraph, lines)]
+    if result.map:
+        parts += [
+            "<h2>Where each leaf of the JAX parameters comes from</h2>",
+            _map_table(result.map),
+        ]
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+    return (
+        f'<!doctype html>\n<html lang="en"><head>{head}<title>{title}</title>'
+        f"<style>{_STYLE}</style></head>\n<body><main>\n{chr(10).join(parts)}\n</main></body></html>\n"
+    )
+
+
+def _paragraph(text: str) -> str:
+    return f"<p>{html.escape(text)}</p>"
+
+
+def _section(finding: PortFinding) -> str:
+    pairs = [("torch", finding.torch), ("JAX", finding.jax), ("fix", finding.remedy)]
+    if finding.error is not None and finding.allowed is not None:
+        allowed = f"{finding.error:.2g} of the largest number, {finding.allowed:.1g} allowed"
+        pairs.insert(2, ("off by", allowed))
+    rows = "".join(f"<dt>{name}</dt><dd>{html.escape(text)}</dd>" for name, text in pairs if text)
+    heading = f"{finding.place or 'the model'}: {finding.cause} ({finding.kind})"
+    return f"<h2>{html.escape(heading)}</h2>{_paragraph(finding.words)}<dl>{rows}</dl>"
+
+
+def _map_table(rows: tuple[MapRow, ...]) -> str:
+    cells = "".join(
+        f"<tr><td><code>{html.escape(row.leaf)}</code></td><td>{row.how}</td>"
+        f"<td><code>{html.escape(_sources(row.torch))}</code></td></tr>"
+        for row in rows
+    )
+    return f"<table><tr><th>leaf</th><th>how</th><th>torch</th></tr>{cells}</table>"
 
 
 def _sources(names: tuple[str, ...]) -> str:

@@ -6,7 +6,6 @@ is believed is decided here and nowhere else: the rule of evidence.
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from gradcheck_suite.port.budget import Budget
-from gradcheck_suite.port.changes import Hypothesis, dense
+from gradcheck_suite.port.changes import RAISED, Hypothesis, dense, of_ours
 from gradcheck_suite.port.matching import Matching, Side, array, outputs_error
 from gradcheck_suite.port.number_sets import aligned, variety
 from gradcheck_suite.port.torch_program import Call, Change, Ref, TorchProgram, TorchRun, fill, flat
@@ -55,16 +54,6 @@ FLAT = frozenset(
     ]
 )
 """Causes that say themselves that a tensor has one number everywhere."""
-RAISED = (
-    RuntimeError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    ArithmeticError,
-    AssertionError,
-)
-"""What torch raises where a hypothesis does not fit the shapes."""
 
 
 @dataclass
@@ -200,6 +189,7 @@ class Search:
         self.budget = budget.of(CANDIDATES)
         self._affected: dict[Any, set[int]] = {}
         self._spare = SPARE
+        self.odd: list[str] = []
         self.region: list[int] = []
         self._inside: set[int] = set()
         self._runs_before: dict[int, TorchRun | None] = {}
@@ -260,8 +250,27 @@ class Search:
         )
 
     def _hypotheses(self, family: Family, place: int) -> Iterator[Hypothesis]:
-        with contextlib.suppress(*RAISED):  # a family that a place does not fit has no more
+        try:
             yield from family(self, place)
+        except RAISED:
+            return  # a family that a place does not fit has no more
+        except Exception as error:
+            self._note_odd(error)
+
+    def _note_odd(self, error: Exception) -> None:
+        """Note an exception that is no answer: a change is left out, and the others are tried."""
+        if (words := of_ours(error)) not in self.odd:
+            self.odd.append(words)
+
+    def _ran(self, repairs: Repairs, program: TorchProgram) -> TorchRun | None:
+        """Return a changed run, None where the change does not fit."""
+        try:
+            return repairs.run(program)
+        except RAISED:
+            return None
+        except Exception as error:
+            self._note_odd(error)
+            return None
 
     # evidence
 
@@ -358,11 +367,14 @@ class Search:
         """Return whether a change gives the port's values at other parameters and inputs, too."""
         for number, witness in enumerate(self._witnesses):
             if number not in self._runs_before:
-                self._runs_before[number] = _run(self.repairs, witness.program)
+                self._runs_before[number] = self._ran(self.repairs, witness.program)
             before = self._runs_before[number]
             if before is None:
                 continue
-            run, side = _run(self.repairs.plus(found.hypothesis), witness.program), witness.side
+            run, side = (
+                self._ran(self.repairs.plus(found.hypothesis), witness.program),
+                witness.side,
+            )
             if run is None:
                 return False
             ends, close = self._off(run, side), max(10 * witness.allowed, self.close)
@@ -388,7 +400,7 @@ class Search:
         Return None where it raises, or where its outputs have other shapes: the port's are known to
         have torch's.
         """
-        side, run = self.matching.side, _run(self.repairs.plus(hypothesis), self.program)
+        side, run = self.matching.side, self._ran(self.repairs.plus(hypothesis), self.program)
         if run is None or _shapes(run) != _shapes(self.matching.run):
             return None
         if any(_is_nan_alone(a, b) for a, b in zip(run.outs, side.outs, strict=False)):
@@ -481,7 +493,10 @@ class Search:
         try:
             with torch.no_grad():
                 return recomputed(self.program, place, self._affected_by(hypothesis), get, changes)
-        except (*RAISED, RecursionError):
+        except RAISED:
+            return None
+        except Exception as error:
+            self._note_odd(error)
             return None
 
     def _affected_by(self, hypothesis: Hypothesis) -> set[int]:
@@ -650,13 +665,6 @@ def in_every_layer(names: Sequence[str], leaves: Mapping[Any, Any]) -> dict[Any,
             ) in names:
                 made["state", other] = Ref("state", partner)
     return made
-
-
-def _run(repairs: Repairs, program: TorchProgram) -> TorchRun | None:
-    try:
-        return repairs.run(program)
-    except RAISED:
-        return None
 
 
 def _shapes(run: TorchRun) -> list[torch.Size]:

@@ -14,6 +14,7 @@ import torch
 
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF
 from gradcheck_suite.errors import UsageError
+from gradcheck_suite.port.changes import RAISED
 from gradcheck_suite.port.jax_program import TABLE_MARGIN, JaxProgram, JaxRun, Result, lifted, table
 from gradcheck_suite.port.mapping import StateMap
 from gradcheck_suite.port.matching import Side, array, outputs_error
@@ -27,7 +28,7 @@ from gradcheck_suite.port.pair import (
     raised,
     set_state,
 )
-from gradcheck_suite.port.search import RAISED, Repairs, Witness
+from gradcheck_suite.port.search import Repairs, Witness
 from gradcheck_suite.port.torch_program import TorchProgram, TorchRun
 
 RESOLUTION = 1e-9
@@ -76,6 +77,10 @@ class Bounds:
     rounded: bool = False
 
 
+_ONE_EXAMPLE = (
+    "an Equinox model usually takes one example: give apply=lambda model, *x: jax.vmap(model)(*x)"
+    " and params=model"
+)
 Forward = tuple[list[Array], float, list[Result]]
 Value = TypeVar("Value")
 
@@ -233,7 +238,9 @@ class Sides:
         if shapes not in self._jax:
             self._shapes = [tuple(v.shape) for v in self._torch_outs(point)]
             self._jax[shapes] = raised(
-                "the JAX side", lambda: JaxProgram(self._function, *self.arguments(point))
+                "the JAX side",
+                lambda: JaxProgram(self._function, *self.arguments(point)),
+                _ONE_EXAMPLE if self.model.library == "equinox" else "",
             )
         return self._jax[shapes]
 

@@ -28,8 +28,8 @@ SMALL = 16
 """Number up to which its double is tried, too: of chunks there have to be two."""
 FAR = 8
 """Sizes beyond the given one that are tried because of numbers in the programs."""
-MOST_ELEMENTS = 200_000
-"""Elements of a drawn input, unless the given one has more."""
+SMALL_INPUT, GROWTH = 2000, 32
+"""Elements up to which an input may grow by such a factor; a larger one grows by 4 at most."""
 
 Axis = tuple[int, int]
 """Place of an array among inputs and targets, and its axis."""
@@ -97,38 +97,60 @@ def resizes(base: Point, axes: tuple[Axis, ...], numbers: Iterable[int]) -> Iter
         if is_sized(a) and place not in {p for p, _ in axes}
     ]
     is_shared = any(given in shape for shape in others)
-    near = [given + 1, given - 1, 2 * given, given + 2, 1]
     # a program has few numbers that are about the batch
     most = FAR if any(axis for _, axis in axes) else 2
-    far = sorted(n for n in numbers if n > given + 2 and n != 2 * given)[:most]
-    largest = max(MOST_ELEMENTS, *(prod(np.shape(a)) for a in arrays if is_sized(a)))
-    for size in dict.fromkeys([*near, *far, 0]):
+    reach = 8 * given + 8 if len(np.shape(arrays[axes[0][0]])) < 4 else 4 * given
+    far = [n for n in numbers if given + 1 < n <= reach and n != 2 * given][:most]
+    whole = max(prod(np.shape(a)) for a in arrays if is_sized(a))
+    largest = whole * (GROWTH if whole <= SMALL_INPUT else 4)
+    near = [given + 1, given - 1, *far[:2], 2 * given, 1, *far[2:], given + 2, 0]
+    for size in dict.fromkeys(near):
         grown = [prod(np.shape(arrays[p])) / max(given, 1) * size for p, _ in axes]
         if size < 0 or size == given or (is_shared and size < 2) or max(grown) > largest:
             continue
         yield Resize(axes, size, given)
 
 
+_LIMITING = frozenset(
+    [
+        *("clamp", "clamp_min", "clamp_max", "gt", "ge", "lt", "le", "eq", "ne", "remainder"),
+        *("slice", "narrow", "tril", "triu", "fmod", "min", "max", "rem", "minimum", "maximum"),
+    ]
+)
+"""Operations of torch and primitives of JAX whose whole numbers are limits or windows."""
+
+
 def numbers_in(torch_program: TorchProgram, jax_program: JaxProgram) -> list[int]:
-    """Return sizes just beyond the whole numbers that stand in two programs.
+    """Return sizes just beyond the whole numbers that stand in two programs: limits, windows and
+    tables first, then those of shapes and of whatever else.
 
     Args:
         torch_program: of the given input.
         jax_program: likewise.
     """
-    found = set[int]()
+    limits, others = set[int](), set[int]()
     for call in torch_program.calls:
+        found = limits if call.name.rstrip("_") in _LIMITING else others
         found.update(_whole((call.args, call.kwargs)))
+        if call.name == "embedding" and call.args[0].kind == "state":
+            limits.update(torch_program.state[call.args[0].index].shape[:1])
     for value in (*torch_program.state.values(), *torch_program.given.values()):
-        found.update(value.shape)
+        others.update(value.shape)
     for equation in jax_program.all_equations:
+        found = limits if equation.primitive.name in _LIMITING else others
         found.update(_whole([v.val for v in equation.invars if isinstance(v, jex.Literal)]))
         found.update(_whole(list(equation.params.values())))
     for constant in jax_program.constants:
-        found.update(np.shape(constant))
-    wanted = {n for n in found if 2 <= n <= LARGEST}
-    beyond = {size for n in wanted for size in (n + 1, n + 2)}
-    return sorted(beyond | {2 * n + 1 for n in wanted if n <= SMALL})
+        others.update(np.shape(constant))
+    return list(dict.fromkeys([*_beyond(limits), *_beyond(others)]))
+
+
+def _beyond(numbers: Iterable[int]) -> list[int]:
+    wanted = {n for n in numbers if 2 <= n <= LARGEST}
+    return sorted(
+        {size for n in wanted for size in (n + 1, n + 2)}
+        | {2 * n + 1 for n in wanted if n <= SMALL}
+    )
 
 
 def _whole(value: Any) -> Iterator[int]:

@@ -165,6 +165,25 @@ TABLE = (
         ),
     ),
     PrivateNames(
+        "audit",
+        "jax",
+        (
+            "jax._src.api_util.infer_argnums_and_argnames",
+            "jax._src.core.trace_state_clean",
+            "jax.core.Tracer",
+            "jax.core.eval_jaxpr",
+            "jax.extend.core.Literal",
+            "jax.extend.core.Primitive",
+            "jax.interpreters.ad.primitive_jvps",
+            "jax.interpreters.batching.fancy_primitive_batchers",
+            "jax.interpreters.mlir.register_lowering",
+            "jax.lax.pcast",
+            "jax.shard_map",
+            "jax.typeof",
+        ),
+        ("infer_params",),  # by which `jax.pmap` prepares a call
+    ),
+    PrivateNames(
         "port",
         "jax",
         (

@@ -156,7 +156,8 @@ def _foci() -> tuple[Focus, ...]:
     losses = [Focus(loss=kind.name) for kind in LOSSES.values() if kind.drawn]
     graphs = [Focus(graph="module"), Focus(graph="parameter"), Focus(graph="many")]
     inputs = [Focus(input=option) for option in RARE_INPUTS]
-    rare = [*graphs, *sparse[:1], *(Focus(layer=name) for name in RARE_LAYERS)]
+    # a sparse gradient is added to another one in few ways of an embedding's alone
+    rare = [*graphs, *sparse[:1] * 2, *(Focus(layer=name) for name in RARE_LAYERS)]
     chosen = [*layers, *sparse, *losses, *inputs, *rare * RARE_TIMES]
     return (NO_FOCUS,) * round(FREE_SHARE * len(chosen) / (1 - FREE_SHARE)) + tuple(chosen)
 
@@ -680,6 +681,24 @@ def _takes_sparse(dtype: str, optimizer: str | None) -> bool:
         raise InvalidArgument(str(error)) from None
 
 
+def _has_sparse_gradients(layers: Sequence[Layer]) -> bool:
+    return any(layer.o.get("sparse") or _has_sparse_gradients(layer.layers) for layer in layers)
+
+
+def _adds_up(plan: Plan) -> bool:
+    """Return whether some rank has two micro-batches in a window, whose gradients are added up."""
+    owners = plan.owners
+    return any(len(window) > len({owners[j] for j in window}) for window in plan.windows)
+
+
+@cache
+def _plans_that_add_up(
+    assumes: str | tuple[str, ...], maskable: bool, ranks: int
+) -> st.SearchStrategy[Plan]:
+    drawn = plans(assumes=assumes, maskable=maskable, ranks=ranks, min_accumulation_steps=2)
+    return drawn.filter(_adds_up)
+
+
 @cache
 def _plans(
     assumes: str | tuple[str, ...], maskable: bool, small: bool, ranks: int
@@ -741,7 +760,12 @@ def _cases(
     drawn = problem if isinstance(problem, str) else draw(problem)
     if plan is None:
         maskable = not isinstance(drawn, str) and loss_definition(drawn.loss).maskable(drawn.loss.o)
-        plan = _plans(assumes, maskable, small, ranks)
+        adds_up = not small and not isinstance(drawn, str) and _has_sparse_gradients(drawn.layers)
+        plan = (
+            _plans_that_add_up(assumes, maskable, ranks)
+            if adds_up
+            else _plans(assumes, maskable, small, ranks)
+        )
     seed = draw(integers(0, MAX_SEED))
     case = Case(drawn, draw(plan), seed=seed, **fixed, groups=draw(sampled(GROUPS)))
     if not case.plan.masked:

@@ -15,12 +15,13 @@ from gradcheck_suite.core.contract import (
     Problem,
     assumptions_of,
     autocast_of,
+    expect_loop,
     is_jax,
 )
-from gradcheck_suite.core.faults import names_of, noted
+from gradcheck_suite.core.faults import names_of, noted, over_ranks
 from gradcheck_suite.core.results import Verdict, Violation
 from gradcheck_suite.core.text import counted
-from gradcheck_suite.errors import CannotRunHere
+from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.judge.reruns import LoopRunner
 from gradcheck_suite.judge.weights import Diagnosis
 from gradcheck_suite.reference.large_batch import CannotJudgeError
@@ -174,6 +175,7 @@ def _of_rank(
     """
     # without ranks, the outcomes are those of the devices of a loop of JAX
     sentence, place = violation.explanation, "rank" if case.plan.ranks else "device"
+    sentence = over_ranks(sentence, violation.diagnosis)
     if outcomes[rank].timed_out:
         sentence += UNEVEN if case.plan.has_idle_rank else ""
     elif violation.kind != "raised" and all(_same(outcomes[rank], outcome) for outcome in outcomes):
@@ -262,10 +264,14 @@ def check(
         outcome: what the loop did, where it has run on the case already.
 
     Raises:
-        UsageError: the case cannot be built, or the user's problem fails before any loop runs.
+        UsageError: the loop or the case is none, the case cannot be built, or the user's problem
+            fails before any loop runs.
         CannotRunHere: the loop cannot train the user's problem, or passes no closure to an
             optimizer that needs one.
     """
+    expect_loop(loop)
+    if not isinstance(case, Case):
+        raise UsageError(f"case is of type {type(case).__name__}: expected a gradcheck_suite.Case")
     terms, problem = terms_of(loop, assumes, autocast), of_torch(loop, problem)
 
     def run(instance: Instance) -> list[Outcome]:

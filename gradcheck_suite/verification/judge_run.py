@@ -693,6 +693,7 @@ class RunJudge:
             details=named.details,
             weights=named.weights,
             moved=moved,
+            refutes_weights=named.refutes_weights,
             evidence=evidence,
         )
 

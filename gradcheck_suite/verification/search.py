@@ -457,6 +457,8 @@ def more_specific(first: Violation, smallest: Violation) -> Violation:
         return smallest
     if first.kind != smallest.kind or not smallest.explanation:
         return first
+    if smallest.refutes_weights and is_of_weights(first.diagnosis):
+        return smallest  # a name is held to the case that is shown
     by_chance = is_of_weights(smallest.diagnosis)
     if (
         is_general(first.kind, first.diagnosis)

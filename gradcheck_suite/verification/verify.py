@@ -25,6 +25,7 @@ from gradcheck_suite.core.contract import (
     checked_assumptions,
     checked_autocast,
     dealt_to_ranks,
+    expect_loop,
     expect_within,
     is_jax,
 )
@@ -131,6 +132,7 @@ def verify(
         unjudged=None if search.judged or violation or interrupted else _unjudged(search, findings),
         assumes=tuple(sorted(chosen)),
         autocast=autocast,
+        is_uncast=autocast is not None and options.dtype == "float64",
         worst_error_over_allowed=search.ratio,
         findings=findings,
         skipped=dict(search.skipped),
@@ -174,8 +176,7 @@ def _assumed(
         from gradcheck_suite.run.jax_run import jax_optimizer  # torch loops need none of it
 
         jax_optimizer(options.optimizer)
-    if not callable(loop):
-        raise UsageError(f"a loop must be callable with one TrainingRun, got {type(loop).__name__}")
+    expect_loop(loop)
     chosen = checked_assumptions({*options.assumes, *assumptions_of(loop)})
     if problem is not None:
         expect_within(problem, chosen, name=problem_name)

@@ -160,6 +160,20 @@ def run_tests(folder: Path, sources: Path) -> None:
     run(*pytest, *TESTS, cwd=sources)
 
 
+def draw_pictures(folder: Path) -> None:
+    """Draw the README's and the guide's pictures anew by what was installed.
+
+    Args:
+        folder: of the environment.
+    """
+    python = folder / "bin" / "python"
+    run(python, ROOT / "docs" / "verdict_picture.py")
+    if shutil.which("chromium") is None:
+        print("release: the pictures of pages were not drawn: chromium is not installed here")
+    else:
+        run(python, ROOT / "docs" / "screenshots.py")
+
+
 def main(out: Path) -> None:
     """Build, check and try a release."""
     expect(wrong_versions(ROOT))
@@ -178,6 +192,7 @@ def main(out: Path) -> None:
             environment = Path(folder) / one.suffix.strip(".")
             try_installed(one, environment, sys.executable, "[test]")
             run_tests(environment, sources)
+        draw_pictures(environment)
         not_found = []
         for version in promised_pythons(ROOT):
             python = interpreter(version)

@@ -9,7 +9,10 @@ from tests.auditing.scripts import Script
 START = """
 import torch
 import torch.nn.functional as F
+import numpy, random
 torch.manual_seed(0)
+numpy.random.seed(0)
+random.seed(0)
 """
 LOOP = """
 for step in range({steps}):
@@ -246,7 +249,7 @@ WRITTEN = {
 }
 """Parameters that are written between a call and its backward."""
 
-BUFFER = 'import numpy\nbuffer = numpy.random.randn(5, 3).astype("float32")\n'
+BUFFER = 'buffer = numpy.random.randn(5, 3).astype("float32")\n'
 FILL = "buffer[:] = numpy.random.randn(5, 3)"
 INPUTS = {
     "faulty_refilled_between": violated(
@@ -270,7 +273,7 @@ INPUTS = {
         "changed-batch",
         "loss = model(torch.from_numpy(rows)).square().mean()\n"
         "rows[:] = (rows + 1) % 7\nloss.backward()",
-        before="import numpy\nrows = numpy.arange(5)\n",
+        before="rows = numpy.arange(5)\n",
         model="torch.nn.Embedding(7, 3)",
     ),
     "sound_refilled_after": holds(
@@ -312,6 +315,31 @@ class Model(torch.nn.Module):
         self.block = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Linear(4, 1))
     def forward(self, x):
         return Again.apply(self.block, self.first(x), *self.block.parameters())
+"""
+ADDING = """
+class Again(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, block):
+        ctx.block = block
+        ctx.save_for_backward(x)
+        ctx.random = torch.get_rng_state()
+        return block(x)
+    @staticmethod
+    def backward(ctx, g):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad(), torch.random.fork_rng():
+            {restore}
+            y = ctx.block(x)
+        y.backward(g)
+        return x.grad, None
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)
+    def block(self, x):
+        return self.last({dropped})
+    def forward(self, x):
+        return Again.apply(self.first(x), self.block)
 """
 OF_TORCH = """
 from torch.utils.checkpoint import checkpoint
@@ -357,6 +385,19 @@ CHECKPOINTS = {
         BY_SCRIPT.format("use_reentrant=True, preserve_rng_state=False"),
         before=IMPORT,
         model=DROPPED,
+    ),
+    "sound_own_checkpoint_that_adds_to_the_gradient": holds(
+        SQUARED,
+        before=ADDING.format(restore="torch.set_rng_state(ctx.random)", dropped="F.dropout(x)"),
+        model="Model()",
+        passes=2,
+    ),
+    "faulty_own_checkpoint_that_adds_to_the_gradient": violated(
+        "wrong-backward",
+        SQUARED,
+        before=ADDING.format(restore="pass", dropped="F.dropout(x)"),
+        model="Model()",
+        passes=2,
     ),
     "sound_own_checkpoint": holds(
         SQUARED,
@@ -628,7 +669,7 @@ model(torch.randn(5, 3)).square().mean().backward()
     ),
     "sound_augmented": holds(
         "(model(torch.randn(5, 3)).square().mean() / 2).backward()",
-        before="import random, numpy\nclass Augmented(torch.nn.Module):\n    def __init__(self):\n"
+        before="class Augmented(torch.nn.Module):\n    def __init__(self):\n"
         "        super().__init__()\n        self.linear = torch.nn.Linear(3, 1)\n"
         "    def forward(self, x):\n        x = x + 0.1 * torch.randn_like(x)\n"
         "        x = x.flip(0) if random.random() < 0.5 else x\n"

@@ -32,7 +32,7 @@ HOW = {
     "sound_averaged_weights_swapped_back": {"in one batch": 1},
     "sound_compiled_model": {"in one batch": 1},
     "sound_sharpness_aware": {},
-    "sound_tied_and_frozen": {"micro-batch by micro-batch": 1},
+    "sound_tied_and_frozen": {"micro-batch by micro-batch, 2 of 3 parameters": 1},
 }
 """Script -> how its windows are computed again, and how many."""
 REASONS = {

@@ -124,7 +124,7 @@ def test_without_an_instrument_the_others_find_what_they_find(off, scripts):
             "finding_declared_denominator_of_chunks",
             "is divided by all its elements, more than its targets",
         ),
-        ("sound_boxes", "none of what it may count"),
+        ("sound_boxes", "(padding or shifted labels counted?)"),
         (
             "finding_autoencoder_undivided",
             "nothing is to be done; else it is the sum of 4 means, never divided",
@@ -150,7 +150,7 @@ def test_the_size_of_a_fault_has_no_coefficient_in_it_and_has_a_division_of_the_
     assert violation.error == pytest.approx(1 - times)
     assert all(row.observed / row.expected == pytest.approx(times) for row in violation.weights)
     assert (
-        f"weighs {times:g} times what it should, which is {4 * times:g}/4: "
+        f"every item of the window weighs {4 * times:g}/4 of what it should: "
         in violation.explanation
     )
 

@@ -20,7 +20,7 @@ import torch
 from gradcheck_suite.auditing.context import lightning_callback, transformers_callback
 from tests.auditing.running import audited, audited_on_two_ranks
 
-MISCOUNTED = "that is none of what it may count"
+MISCOUNTED = "(padding or shifted labels counted?)"
 PLAIN = {
     ("timm_like",): "wrong-scale",
     ("timm_like", "--repaired"): None,

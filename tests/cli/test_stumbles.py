@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 import sys
 from pathlib import Path
@@ -9,11 +10,18 @@ from typing import ClassVar
 
 import pytest
 
+from gradcheck_suite import check, verify
 from gradcheck_suite.cli import PROGRAM
 from gradcheck_suite.cli.arguments import set_python_path, top_parser
+from gradcheck_suite.cli.campaign import line, merged_result
+from gradcheck_suite.core import text
 from gradcheck_suite.core.contract import ASSUMPTIONS
+from gradcheck_suite.core.faults import FIX, over_ranks, remedy_of
+from gradcheck_suite.core.source_lines import places_source
 from gradcheck_suite.errors import UsageError
+from gradcheck_suite.port.result import MapRow, PortFinding, PortResult
 from tests.cli.conftest import files
+from tests.cli.test_output import on_a_terminal
 
 RELATIVE = "from .helper import sound\n\ndef train(run):\n    sound(run)\n"
 
@@ -153,3 +161,220 @@ def test_trainers_shows_each_question_and_its_cases(run, monkeypatch):
     assert len(Bar.names) == len(questions)
     assert all(name.startswith("loops.py:sound: ") for name in Bar.names)
     assert Bar.counted >= 2 * len(questions)
+
+
+# What Python refuses in the words of the command line.
+
+
+def two(run, more):
+    """Take two arguments."""
+
+
+class Trainer:
+    """A class, which is no loop."""
+
+
+@pytest.mark.parametrize(
+    ("loop", "case", "said"),
+    [
+        (two, "case", "two is two(run, more): expected a function of one argument"),
+        (Trainer, "case", "Trainer is Trainer(): expected a function of one argument"),
+        (None, "case", "the loop None is of type NoneType: expected a function of one argument"),
+        (lambda run: None, None, "case is of type NoneType: expected a gradcheck_suite.Case"),
+    ],
+)
+def test_check_refuses_what_is_no_loop_and_no_case(loop, case, said, a_case):
+    with pytest.raises(UsageError, match=re.escape(said)):
+        check(loop, a_case if case else None)
+    if case:
+        with pytest.raises(UsageError, match=re.escape(said)):
+            verify(loop, examples=1)
+
+
+# What an audit says of declarations, denominators and shares.
+
+
+MEANS = """
+import torch
+import torch.nn.functional as F
+
+torch.manual_seed(0)
+model = torch.nn.Linear(5, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for rows in (4, 2, 7):
+    loss = F.cross_entropy(model(torch.randn(rows, 5)), torch.randint(0, 3, (rows,)))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("nofile.py:3=rows", "declares nothing: nothing went backward at this line"),
+        ("train.py:2=rows", "declares nothing: nothing went backward at this line"),
+        ("train.py:10=rowz", "declares nothing: NameError: name 'rowz' is not defined"),
+    ],
+)
+def test_a_declaration_that_matches_nothing_is_said(run, project, given, said):
+    (project / "train.py").write_text(MEANS)
+    outcome = run("audit", "--objective", given, "train.py")
+    assert outcome.status == 0
+    assert f"--objective {given} {said}" in outcome.err
+    assert "[unused-declaration]" in outcome.err
+
+
+def test_a_declaration_that_matches_is_not_called_unused(run, project):
+    (project / "train.py").write_text(MEANS)
+    outcome = run("audit", "--objective", "train.py:10=rows", "train.py")
+    assert "unused-declaration" not in outcome.err
+
+
+def test_advice_on_ranks_stands_only_where_there_are_ranks():
+    alone = f"weighs too much{FIX}{remedy_of('mean-of-means')}"
+    assert "rank" not in alone
+    assert over_ranks(alone, "mean-of-means").endswith(", added up over all ranks or devices")
+    assert over_ranks(alone, "stale-window") == alone
+
+
+# Records: what is accepted stays, and what is damaged is told once.
+
+
+def test_a_damaged_record_fails_the_report_and_is_named_once(run, project):
+    pytest.importorskip("jinja2")
+    run("verify", "loops.py:sound", "-n", 2, "--reports", "reports")
+    assert run("report").status == 0
+    with (project / "reports" / "records" / "verify.jsonl").open("a") as file:
+        file.write('{"schema": 1\n')
+    outcome = run("report")
+    assert outcome.status == 1
+    assert outcome.out.count("verify.jsonl, line 2: damaged; left out") == 1
+    assert run("report", "--compare", "reports", "reports").status == 1
+
+
+def test_an_accepted_fault_is_kept_in_records_and_shown_in_the_report(run, project):
+    pytest.importorskip("jinja2")
+    entry = '{fault = "stale-window", file = "loops.py", reason = "ported as it is"}'
+    (project / "pyproject.toml").write_text(f"[tool.gradcheck-suite]\naccept = [{entry}]\n")
+    assert run("verify", "loops.py:no_reset", "-n", 2, "--reports", "reports").status == 0
+    assert run("report").status == 0
+    page = (project / "reports" / "report.html").read_text()
+    assert "accepted stale-window" in page
+    assert "stale-window: ported as it is" in page
+
+
+def test_a_campaign_keeps_what_its_later_shards_accept():
+    part = {
+        "loop": "a",
+        "verdict": "holds",
+        "violation": None,
+        "findings": [],
+        "seconds": 1.0,
+        "cases": 1,
+        "judged": 1,
+        "windows": 1,
+        "worst_error_over_allowed": 0.5,
+        "skipped": {},
+        "windows_skipped": {},
+        "shrinking": None,
+    }
+    fault = {"diagnosis": "stale-window"}
+    merged = merged_result([part, {**part, "accepted": [fault]}, {**part, "accepted": [fault]}])
+    assert merged["accepted"] == [fault]
+    assert line(merged) == "a  holds  3 cases  accepted: stale-window"
+    assert "accepted" not in merged_result([part, part])
+
+
+# Lines on narrow terminals.
+
+
+TABLE = [
+    "  micro-batch  count  weight  expected  weight (bar), expected (|)",
+    "            0      1     0.5  0.333333  ################|########",
+    "            1      2    0.25  0.333333  ############    |",
+]
+SOURCE = [
+    "  10 |     loss = F.cross_entropy(model(torch.randn(rows, 5)), targets)   loss",
+    "  11 |     (loss / len(window)).backward()                                backward",
+]
+
+
+def test_bars_shrink_and_notes_stay_on_their_line_at_60_columns():
+    shown = [line.rstrip() for line in on_a_terminal(*TABLE, *SOURCE, width=60).splitlines()]
+    shown = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in shown]
+    assert len(shown) == len([*TABLE, *SOURCE])
+    assert max(map(len, shown)) <= 60
+    first, second, loss, backward = shown[1:]
+    assert first.index("|") == second.index("|"), "the expected weight has one column"
+    assert first.count("#") > second.count("#")
+    assert loss.endswith("   loss")
+    assert "..." in loss
+    assert backward.endswith("   backward")
+
+
+def test_bars_have_their_length_where_there_is_room():
+    shown = on_a_terminal(*TABLE, *SOURCE, width=100)
+    assert [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in shown.splitlines()] == [*TABLE, *SOURCE]
+
+
+# Pages
+
+
+def test_the_page_shows_the_script_s_own_lines_beside_a_library_s(project):
+    (project / "train.py").write_text("first\nsecond\nthird\n")
+    (project / "library.py").write_text("theirs\n")
+    places = {"loss": "library.py:1 < train.py:2", "backward": "train.py:3", "step": None}
+    source = places_source(places, project)
+    assert source["file"] == "train.py"
+    assert [row for row in source["lines"] if row[2]] == [
+        [2, "second", "loss"],
+        [3, "third", "backward"],
+    ]
+
+
+def test_a_notebook_s_cell_is_listed(project, monkeypatch):
+    name = "/tmp/ipykernel_1/7.py"
+    monkeypatch.setitem(linecache.cache, name, (9, None, ["one\n", "two\n"], name))
+    monkeypatch.setattr(text, "file_text", lambda file: "Cell In[3]" if file == name else file)
+    source = places_source({"loss": "Cell In[3]:2"}, project)
+    assert source["lines"] == [[1, "one", ""], [2, "two", "loss"]]
+    assert places_source({"loss": "Cell In[4]:2"}, project) is None
+
+
+def test_the_page_of_a_port_is_a_page():
+    finding = PortFinding(
+        "forward", "head", "unknown", "off by <one>", jax="port.py:3", error=1.0, allowed=1e-9
+    )
+    result = PortResult("port.py:pair", (finding,), map=(MapRow("w", ("head.weight",), "same"),))
+    page = result.to_html()
+    assert "<h1>" in page
+    assert "<table>" in page
+    assert "off by &lt;one&gt;" in page
+    assert "port.py:3" in page
+
+
+@pytest.mark.parametrize(
+    ("cause", "words", "fix"),
+    [
+        (
+            "eps",
+            "expected layer_norm as at a.py:1, observed eps 1e-06 instead of 1e-05 (why)",
+            "pass torch's eps, 1e-05",
+        ),
+        (
+            "gelu-approximation",
+            "expected gelu, observed approximate tanh instead of none",
+            "pass approximate=False",
+        ),
+        (
+            "gelu-approximation",
+            "expected gelu, observed approximate none instead of tanh",
+            "pass approximate=True",
+        ),
+        ("eps-place", "expected rms, observed 1e-06 instead of 1e-05", "add eps where torch does"),
+        ("eps", "expected layer_norm, observed no epsilon", "pass torch's eps"),
+    ],
+)
+def test_a_port_s_fix_has_torch_s_value_where_it_is_known(cause, words, fix):
+    assert PortFinding("forward", "head", cause, words).remedy == fix

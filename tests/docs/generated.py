@@ -7,9 +7,11 @@ them is written again.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from gradcheck_suite.core.contract import ASSUMPTIONS
 from gradcheck_suite.core.faults import FAULTS
 from gradcheck_suite.core.findings import FINDINGS
 from gradcheck_suite.core.options import OF_COMMANDS, Option, VerifyOptions, options_of
+from gradcheck_suite.loops.trainers import TRAINERS
 from gradcheck_suite.port.causes import CAUSES
 from gradcheck_suite.pytest_plugin import SECOND_OPINION_S
 from tests.docs.pages import ROOT
@@ -179,7 +182,108 @@ def _type(schema: dict[str, Any]) -> str:
     return kinds if isinstance(kinds, str) else " or ".join(kinds)
 
 
+def trainers() -> str:
+    """Return the table of extras and of the trainers that each brings."""
+    brought: dict[str, list[str]] = {}
+    for trainer in TRAINERS.values():
+        brought.setdefault(trainer.package, []).append(f"`{trainer.name}`")
+    return table(["extra", "trainers"], ([f"`{e}`", ", ".join(n)] for e, n in brought.items()))
+
+
+def api(group: str) -> str:
+    """Return the signatures and docstrings of a group of public names, as a file view shows them."""
+    module, names = API[group]
+    return "\n".join(_described(module, name) for name in names)
+
+
+def _described(module: str, name: str) -> str:
+    found = getattr(import_module(module), name)
+    if not callable(found):
+        about = (inspect.getdoc(found) or "").partition("\n\n")[0]
+        is_module = inspect.ismodule(found)
+        said = (
+            about if is_module else "Names with their meaning: [Commands](commands.md#assumptions)."
+        )
+        return f"### `{module}.{name}`\n\n{said}\n"
+    lines = [f"{name}{_signature(found)}", "", *(inspect.getdoc(found) or "").splitlines()]
+    for method in _methods(found):
+        lines += ["", f"{name}.{method.__name__}{_signature(method)}"]
+        lines += [f"    {line}".rstrip() for line in (inspect.getdoc(method) or "").splitlines()]
+    return f"### `{module}.{name}`\n\n```text\n{chr(10).join(lines)}\n```\n"
+
+
+def _methods(found: Any) -> list[Any]:
+    """Return the public methods that a class defines itself."""
+    own = vars(found).values() if inspect.isclass(found) else ()
+    return [one for one in own if inspect.isfunction(one) and not one.__name__.startswith("_")]
+
+
+def _signature(found: Any) -> str:
+    """Return a signature without annotations, which the docstring has in words; empty without one."""
+    if inspect.isclass(found) and issubclass(found, Exception):
+        return ""
+    try:
+        signature = inspect.signature(found)
+    except ValueError:
+        return ""
+    plain = [
+        p.replace(annotation=p.empty, default=p.default if _is_short(p.default) else ...)
+        for p in signature.parameters.values()
+        if p.name != "self"
+    ]
+    return str(signature.replace(parameters=plain, return_annotation=signature.empty)).replace(
+        "=Ellipsis", "=..."
+    )
+
+
+def _is_short(default: Any) -> bool:
+    # an object's own text has the address of the process
+    return isinstance(default, bool | int | float | str | tuple | None) or default is inspect._empty
+
+
+PACKAGE = "gradcheck_suite"
+API: dict[str, tuple[str, tuple[str, ...]]] = {
+    "verifying": (
+        PACKAGE,
+        (
+            "verify",
+            "check",
+            "training_loop",
+            "jax_training_loop",
+            "transformers_loop",
+            "ASSUMPTIONS",
+        ),
+    ),
+    "auditing": (PACKAGE, ("audit", "objective")),
+    "ports": (PACKAGE, ("compare_port", "Port", "PortResult")),
+    "inputs": (PACKAGE, ("TrainingRun", "JaxTrainingRun", "Problem")),
+    "results": (PACKAGE, ("Result", "Verdict", "Violation")),
+    "cases": (
+        PACKAGE,
+        ("Case", "case_from_json", "Plan", "ProblemSpec", "Input", "Layer", "Loss"),
+    ),
+    "strategies": (PACKAGE, ("cases", "problems", "plans")),
+    "errors": (
+        PACKAGE,
+        ("GradcheckSuiteError", "UsageError", "CannotRunHere", "ViolationFound"),
+    ),
+    "environment": (PACKAGE, ("environment",)),
+    "bridge": (
+        f"{PACKAGE}.bridge",
+        (
+            *("jax_gradient", "lower", "register_op", "accept_backward", "wrong_backwards"),
+            *("WrongBackward", "table", "arguments_of", "Lowered", "BridgeError"),
+            *("UnknownOperation", "NotExportable", "RandomnessError", "WrongLowering"),
+        ),
+    ),
+    "states": (f"{PACKAGE}.stateful", ("GradStates",)),
+}
+"""Group of the reference -> its module and the names in it, in the order of the page."""
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "trainers": trainers,
+    **{f"API of {group}": lambda group=group: api(group) for group in API},
     **{
         f"options of {name}": lambda name=name: options_of_command(name)
         for name in PROGRAM.commands

@@ -69,7 +69,7 @@ def test_lengths_beyond_the_limits_of_the_program_are_drawn():
     assert "exclude them by `sizes`" in result.differences[0].words
     sound = judged(reach(clipped=True))
     assert sound.verdict == "holds"
-    assert "length 0 to 27" in str(sound)  # 27 is beyond two times the table
+    assert "length 1 to 27" in str(sound)  # 27 is beyond two times the table
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_images_are_drawn_odd_and_even(size):
 
 
 def test_each_axis_of_an_image_is_varied_by_itself():
-    assert "height 1 to 15, width 1 to 15" in str(judged(image(7, ((1, 1), (1, 1)))))
+    assert "height 6 to 15, width 6 to 15" in str(judged(image(7, ((1, 1), (1, 1)))))
 
 
 def fixed_rows(rows: int | None) -> dict[str, Any]:

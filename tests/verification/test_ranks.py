@@ -364,7 +364,7 @@ SPLIT = ProblemSpec(
 )
 """Two ranks split the first layer by columns; neither number of features of the second is even, so it stays whole."""
 VARIANTS = [name for name in RANK_LOOPS if name not in RANK_MODES]
-PAGE = Path(__file__).parents[2] / "docs" / "ranks.md"
+PAGE = Path(__file__).parents[2] / "docs" / "ranks-loops.md"
 
 
 def outcome(loop, case):

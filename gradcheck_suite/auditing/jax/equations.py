@@ -79,14 +79,14 @@ class Equation:
     Attributes:
         primitive: of JAX, or a `Python`.
         params: of the primitive.
-        ins: its operands, variables or literals.
+        ins: its operands.
         outs: its results.
         line: `file:line` of the user's frame, empty where there is none.
     """
 
     primitive: Any
     params: Mapping[str, Any]
-    ins: Sequence[Any]
+    ins: Sequence[Var]
     outs: Sequence[Var]
     line: str
 
@@ -109,20 +109,23 @@ class Program:
     Attributes:
         inputs: its arguments.
         constants: variable -> the value that was closed over.
+        literals: variable -> a number that stands in the program. They are variables so that equal
+            programs with other numbers, as those of an eager loop, are evaluated by one.
         equations: in their order.
-        outputs: variables or literals.
+        outputs: its results.
         producer: variable -> index of the equation that computes it.
     """
 
     inputs: list[Var] = field(default_factory=list)
     constants: dict[Var, Any] = field(default_factory=dict)
+    literals: dict[Var, Any] = field(default_factory=dict)
     equations: list[Equation] = field(default_factory=list)
-    outputs: list[Any] = field(default_factory=list)
+    outputs: list[Var] = field(default_factory=list)
     producer: dict[Var, int] = field(default_factory=dict)
 
-    def equation_of(self, var: Any) -> Equation | None:
+    def equation_of(self, var: Var) -> Equation | None:
         """Return the equation that computes a variable; None for an input."""
-        index = self.producer.get(var) if isinstance(var, Var) else None  # a literal has no hash
+        index = self.producer.get(var)
         return None if index is None else self.equations[index]
 
     def add(self, equation: Equation) -> None:
@@ -134,12 +137,11 @@ class Program:
         """Return the variables that a gradient by some others reaches."""
         found = set(sources)
         for equation in self.equations:
-            is_reached = any(isinstance(one, Var) and one in found for one in equation.ins)
-            if is_reached and equation.name != "stop_gradient":
+            if found.intersection(equation.ins) and equation.name != "stop_gradient":
                 found.update(equation.outs)
         return found
 
-    def evaluate(self, wanted: Sequence[Any], given: Mapping[Var, Any]) -> list[Any]:
+    def evaluate(self, wanted: Sequence[Var], given: Mapping[Var, Any]) -> list[Any]:
         """Return the values of some variables.
 
         Only what they need is computed, and nothing that `given` has a value for.
@@ -152,22 +154,36 @@ class Program:
                 values.setdefault(var, result)  # what was given in place of a result stays
         return [self._read(one, values) for one in wanted]
 
-    def _needed(self, wanted: Sequence[Any], values: Mapping[Var, Any]) -> set[int]:
+    def _needed(self, wanted: Sequence[Var], values: Mapping[Var, Any]) -> set[int]:
         needed = set[int]()
-        stack = [one for one in wanted if isinstance(one, Var)]
+        stack = list(wanted)
         while stack:
             var = stack.pop()
             index = self.producer.get(var)
             if var in values or index is None or index in needed:
                 continue
             needed.add(index)
-            stack += [one for one in self.equations[index].ins if isinstance(one, Var)]
+            stack += self.equations[index].ins
         return needed
 
-    def _read(self, var: Any, values: Mapping[Var, Any]) -> Any:
-        if isinstance(var, jex.Literal):
-            return var.val
-        return values[var] if var in values else self.constants[var]
+    def _read(self, var: Var, values: Mapping[Var, Any]) -> Any:
+        if var in values:
+            return values[var]
+        return self.constants[var] if var in self.constants else self.literals[var]
+
+    def signature(self) -> str:
+        """Return a text that is the same for programs that compute the same of their inputs."""
+        numbers: dict[Var, int] = {}
+
+        def name(var: Var) -> str:
+            return f"{numbers.setdefault(var, len(numbers))}:{var.aval}"
+
+        lines = [" ".join(map(name, [*self.inputs, *self.constants, *self.literals]))]
+        for one in self.equations:
+            operands = " ".join(map(name, [*one.outs, *one.ins]))
+            lines.append(f"{one.name} {dict(one.params)} {operands}")
+        lines.append(" ".join(map(name, self.outputs)))
+        return "\n".join(lines)
 
 
 def bind(primitive: Any, params: Mapping[str, Any], values: Sequence[Any]) -> list[Any]:
@@ -261,8 +277,13 @@ class _Flattener:
             self.program.constants[values[var]] = value
         values.update(zip(jaxpr.invars, args, strict=True))
 
-        def read(var: Any) -> Any:
-            return var if isinstance(var, jex.Literal) else values[var]
+        def read(var: Any) -> Var:
+            if not isinstance(var, jex.Literal):
+                found: Var = values[var]
+                return found
+            number = Var(var.aval)
+            self.program.literals[number] = var.val
+            return number
 
         for equation in jaxpr.eqns:
             here = line_of(equation) or line
@@ -270,7 +291,7 @@ class _Flattener:
             values.update(zip(equation.outvars, results, strict=True))
         return [read(one) for one in jaxpr.outvars]
 
-    def _equation(self, equation: Any, ins: list[Any], line: str) -> Sequence[Any]:
+    def _equation(self, equation: Any, ins: list[Var], line: str) -> Sequence[Var]:
         body = called(equation)
         if body is not None:
             return list(self.walk(*opened(body), ins, line))

@@ -51,6 +51,7 @@ class Marking:
         unseen: the place of a gradient whose loss could not be traced -> how often.
         plain: losses that could not be traced, which are not tried again.
         owners: the number of optimizers so far.
+        has_updates: whether an update of one was seen.
     """
 
     is_on: Callable[[type[Mark]], bool]
@@ -59,6 +60,7 @@ class Marking:
     unseen: Counter[Place] = field(default_factory=Counter)
     plain: set[CodeType] = field(default_factory=set)
     owners: int = 0
+    has_updates: bool = False
 
     def new_owner(self) -> int:
         """Return the index of an optimizer that is made now."""
@@ -213,7 +215,8 @@ def _mark_pass(now: Marking, loss: Any, gradient: Any, traced: TracedLoss, cotan
         return gradient
     constants = list(program.constants.values())
     axes = _varying_over([loss, *traced.leaves, *constants])
-    inputs = ([] if cotangent is None else [cotangent]) + [*traced.leaves, *constants]
+    inputs = [] if cotangent is None else [cotangent]
+    inputs += [*traced.leaves, *constants, *program.literals.values()]
     data = list(program.constants)
     mark = PassMark(
         place=place_here(),
@@ -228,7 +231,6 @@ def _mark_pass(now: Marking, loss: Any, gradient: Any, traced: TracedLoss, cotan
         # what differs between devices, where the gradient does not, JAX has added up over them
         reduced=tuple(sorted(axes - _varying_over(given))),
         scaled=cotangent is not None,
-        text=traced.closed.jaxpr,
     )
     through = put_mark(mark, given, [loss, *inputs])
     if isinstance(through[0], jax.core.Tracer):
@@ -356,6 +358,7 @@ def _mark_update(now: Marking, mark: UpdateMark, given: Any, result: Any, params
         mark.shapes = tuple(one.shape for _, one in gradient)
         mark.names = tuple(_leaf_name(path) for path, _ in gradient)
         mark.dtype = coarsest([one for _, one in gradient])
+        now.has_updates = True
         mark.results, mark.parameters = len(through), len(known)
         values = [*(one for _, one in gradient), *known]
         marked = put_mark(mark, [leaves[i] for i in through], values)

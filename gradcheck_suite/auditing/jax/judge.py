@@ -25,13 +25,16 @@ from gradcheck_suite.auditing.jax.windows import (
     columns_of,
     explain,
     implicit_step,
+    is_of_earlier_step,
     is_same_point,
+    mixes,
     select,
 )
 from gradcheck_suite.auditing.places import Place
 from gradcheck_suite.auditing.sums import StepFault
 from gradcheck_suite.auditing.weighing import Pending, Weighed, judge_weights, violation_of
 from gradcheck_suite.core.faults import FAULTS, FIX, names_of, remedy_of
+from gradcheck_suite.core.findings import Found, finding
 from gradcheck_suite.core.results import Unknown, Violation
 from gradcheck_suite.core.text import counted
 
@@ -81,6 +84,7 @@ class JaxJudge:
 
     Attributes:
         on_step: is called at each step.
+        has_optimizer: whether the run has one that is seen.
         given: the accumulation steps that the user states.
         judges_sums: whether sums are judged.
         judges_weights: whether weights are.
@@ -92,10 +96,11 @@ class JaxJudge:
     """
 
     on_step: Callable[[], None]
+    has_optimizer: Callable[[], bool]
     given: int | None = None
     judges_sums: bool = True
     judges_weights: bool = True
-    notes: Counter[str] = field(default_factory=Counter)
+    notes: Counter[Found] = field(default_factory=Counter)
     unknown: Counter[Unknown] = field(default_factory=Counter)
     steps: int = 0
     judged: set[int] = field(default_factory=set)
@@ -105,6 +110,7 @@ class JaxJudge:
         self._number = 0
         self._generation = 0
         self._columns: list[Column] = []
+        self._mixed: set[int] = set()
         self._inner: MarkEvent | None = None
         self._by_owner: dict[tuple[int, tuple[tuple[int, ...], ...]], Optimizer] = {}
         self._shown: list[Shown] = []
@@ -140,17 +146,18 @@ class JaxJudge:
         found = columns_of(event, self._number)
         mark = found[0].mark
         self.places.add(mark.place)
-        if not self._has_updates:
+        if not self.has_optimizer():
             self._on_point(found[0])
         self._columns = [*self._columns, *found][-MOST_OPEN:]
         points = self._points.setdefault((mark.place, mark.shapes), Points(found[0]))
+        if mixes(found[0], points.last) > MIXED:
+            self._mixed.add(self._number)
         points.last = found[0]
         points.is_moving = points.is_moving or not is_same_point(points.first, found[0])
         self._judge_rules(found[0])
         if found[0].copies:
-            self.notes[
-                f"{mark.place}: of the gradients under a `vmap`, those of the first copy were judged"
-            ] += 1
+            said = "of the gradients under a `vmap`, those of the first copy were judged"
+            self.notes[finding("mapped-copies", said, mark.place)] += 1
 
     def _on_point(self, column: Column) -> None:
         """Take a change of the parameters for a step, where no optimizer is seen."""
@@ -233,6 +240,7 @@ class JaxJudge:
         gradient = np.asarray(values["gradient"]["sample"], np.float64)
         norms = np.asarray(values["gradient"]["norms"], np.float64)
         parameters = values.get("parameters", {}).get("sample")
+        optimizer.place = mark.place
         number = len(mark.shapes)
         reached = norms.reshape(-1, number).max(0)
         optimizer.reached = reached if optimizer.reached is None else optimizer.reached + reached
@@ -264,6 +272,9 @@ class JaxJudge:
         if optimizer.withheld:
             self._hold(optimizer, step, columns, event)
         self._judge(optimizer, step, columns)
+        if step.parameters is not None:
+            first = optimizer.parameters[0] if optimizer.parameters else step.parameters
+            optimizer.parameters = first, step.parameters
         optimizer.moved_after.append(self._number)
 
     def _hold(
@@ -304,7 +315,8 @@ class JaxJudge:
             self._violate(fault, window, optimizer)
             self.judged.add(self.steps)
         else:
-            self._skip(mark.place, "each device has its own part of the parameters")
+            said = "each device has its own part of the parameters"
+            self._skip(mark.place, "sharded-parameters", said)
         self._consume(optimizer, columns)
         return True
 
@@ -336,34 +348,37 @@ class JaxJudge:
             optimizer.last = replace(columns[0], gradient=step.gradient, age=0, consumers=set())
         if isinstance(found, Unfitted):
             reason = found.reason
-            if reason.startswith("no gradient") and last is not None and not self._columns:
+            if not columns and last is not None:
                 reason = "no gradient was computed since the optimizer's last step"
-            self._skip(step.place, reason)
+            self._skip(step.place, found.name, reason)
             self._consume(optimizer, columns)
             optimizer.before = columns
             return
         if isinstance(found, Stale):
             window = Window(step, columns, [1.0] * len(columns), 0.0)
-            fault = StepFault("stale-window", f"{found.what} still in the gradient at this step")
+            name = "stale-parameters" if found.is_all else "stale-window"
+            still = "all of" if found.is_all else "still in"
+            said = f"{found.what} {still} the gradient at this step"
             self._settle(optimizer, window, columns)
-            self._violate(fault, window, optimizer)
+            self._violate(StepFault(name, said), window, optimizer)
             return
         self._settle(optimizer, found, found.columns)
-        fault = self._fault_of(found)
+        fault = self._fault_of(found, optimizer)
         if fault is not None:
             self._violate(fault, found, optimizer)
             return
         if found.added:
-            self.notes[
-                f"{step.place}: {found.added:.3g} times the parameters is in the gradient at the step:"
-                " right for L2 regularization"
-            ] += 1
-        if any(column.mixing > MIXED for column in found.used):
-            self.notes[
-                f"{place}: items depend on other rows of their micro-batch, as with batch"
-                " normalization or negatives: the loss is no sum over items, so that no accumulation"
-                " gives the gradient of the large batch"
-            ] += 1
+            said = (
+                f"{found.added:.3g} times the parameters is in the gradient at the step, as of L2"
+                " regularization"
+            )
+            self.notes[finding("added-term", said, step.place, "")] += 1
+        if any(column.number in self._mixed for column in found.used):
+            said = (
+                "items depend on other rows of their micro-batch, as with batch normalization or"
+                " negatives, so that the loss is no sum over items"
+            )
+            self.notes[finding("dependent-items", said, place)] += 1
         shown = Shown(found, optimizer)
         if found.lost:
             self._lost.append(shown)
@@ -391,7 +406,7 @@ class JaxJudge:
                 kept.append(column)
         self._columns = kept
 
-    def _fault_of(self, window: Window) -> StepFault | None:
+    def _fault_of(self, window: Window, optimizer: Optimizer) -> StepFault | None:
         """Return what is wrong with the sum of a window, or None."""
         if not self.judges_sums:
             return None
@@ -403,6 +418,12 @@ class JaxJudge:
                 "stale-parameters",
                 "the parameters change inside of the window, so that its gradients are by different"
                 " ones",
+            )
+        if is_of_earlier_step(window, optimizer):
+            return StepFault(
+                "stale-parameters",
+                "the gradient is by parameters of an earlier step, and not by those that the optimizer"
+                " has now",
             )
         if clipped_norm(window):
             sizes = ", ".join(f"{c:.3g}" for c in window.coefficients[:6])
@@ -425,10 +446,11 @@ class JaxJudge:
             line = rule.line or str(column.mark.place)
             if entered == 0 or identity == 0:
                 why = "where its forward has none" if entered == 0 else "that its forward has not"
-                self.notes[
-                    f"{line}: `{rule.name}` has a gradient {why}: right for a straight-through"
-                    " estimate or a reversal"
-                ] += 1
+                said = (
+                    f"`{rule.name}` has a gradient {why}: right for a straight-through estimate or a"
+                    " reversal"
+                )
+                self.notes[finding("custom-gradient", said, line)] += 1
                 continue
             fault = StepFault(
                 "wrong-backward",
@@ -441,8 +463,8 @@ class JaxJudge:
             violation = self._violation(fault, window, Optimizer(0))
             self._found.append(replace(violation, where=line, stepped=None))
 
-    def _skip(self, place: Place, reason: str) -> None:
-        self.unknown[Unknown(BOTH, str(place), reason)] += 1
+    def _skip(self, place: Place, name: str, reason: str) -> None:
+        self.unknown[Unknown(BOTH, str(place), reason, name=name)] += 1
 
     def _violation(self, fault: StepFault, window: Window, optimizer: Optimizer) -> Violation:
         found = step_window(window, optimizer.index, window.columns)
@@ -484,15 +506,18 @@ class JaxJudge:
         """The steps whose weights were judged."""
         return set().union(*(weighed.steps for weighed in self._weighed.values()))
 
-    def all_notes(self) -> Counter[str]:
+    def all_notes(self) -> Counter[Found]:
         """Return what is worth knowing -> how often."""
         of_weights = (weighed.notes for weighed in self._weighed.values())
         return sum(of_weights, Counter(self.notes))
 
     def all_unknown(self) -> Counter[Unknown]:
         """Return what could not be judged -> in how many steps."""
-        of_weights = (weighed.unknown for weighed in self._weighed.values())
-        return sum(of_weights, Counter(self.unknown))
+        found = Counter(self.unknown)
+        for weighed in self._weighed.values():
+            for part, times in weighed.unknown.items():
+                found[replace(part, remedy=None)] += times  # what it names is for torch
+        return found
 
     def _of_lost(self) -> list[Violation]:
         found = []
@@ -548,6 +573,7 @@ class JaxJudge:
             return Weighed([violation], steps={window.step.number for window in windows})
         weighed = judge_weights(pending, typical, self.given, ranks, lambda key: None)
         self._note_shares(windows, pending, weighed)
+        self._leave_out_unread(pending, weighed)
         reduced = {
             window.step.number
             for window in windows
@@ -556,6 +582,25 @@ class JaxJudge:
         for found in (weighed.violations, weighed.provisional):
             found[:] = [_summed_by_jax(one) if one.step in reduced else one for one in found]
         return weighed
+
+    def _leave_out_unread(self, pending: Sequence[Pending], weighed: Weighed) -> None:
+        """Take out steps on one pass of several devices whose loss cannot be read.
+
+        That of one pass alone has no weights to compare; devices have.
+        """
+        for one in pending:
+            records = [
+                one.window.passes[index].records[device] for device, index in one.coefficients
+            ]
+            opaque = [
+                Unknown("weights", str(record.place), term.opaque)
+                for record in records
+                for term in record.terms
+                if term.opaque
+            ]
+            if opaque and len(records) > one.length == 1:
+                weighed.steps.discard(one.window.number)
+                weighed.unknown[opaque[0]] += 1
 
     def _note_shares(
         self, windows: Sequence[Window], pending: Sequence[Pending], weighed: Weighed
@@ -569,11 +614,13 @@ class JaxJudge:
                     shares = found.coefficients.values()
                     divisors = {round(1 / c) for c in shares if 0 < c < 0.6 and _is_share(c)}
                     if found.status == "equal" and not found.right() and divisors:
-                        weighed.notes[
-                            f"{found.line}: every step is on 1/{min(divisors)} of its loss and one"
-                            " micro-batch: a coefficient, or an optimizer that steps once per"
-                            " micro-batch (state `--accumulation-steps`)"
-                        ] += 1
+                        said = (
+                            f"every step is on 1/{min(divisors)} of its loss and one micro-batch: a"
+                            " coefficient, or an optimizer that steps once per micro-batch"
+                        )
+                        remedy = "state `--accumulation-steps`"
+                        one_share = finding("step-per-micro-batch", said, found.line, remedy)
+                        weighed.notes[one_share] += 1
 
     def _holds_back(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer often gives updates of 0 for gradients that are not."""
@@ -592,10 +639,11 @@ class JaxJudge:
                 self._judge_tail(optimizer)
         for optimizer in self._implicit.values():
             if optimizer.lengths:
-                self.notes[
+                said = (
                     "no optimizer of optax was seen: a change of the parameters is taken for a step,"
                     " up to the learning rate"
-                ] += 1
+                )
+                self.notes[finding("changed-parameters", said)] += 1
         self._judge_points()
 
     def _judge_held(self, optimizer: Optimizer) -> None:
@@ -603,10 +651,8 @@ class JaxJudge:
         if mark is None or not optimizer.times_withheld:
             return
         if not optimizer.steps:
-            self.notes[
-                f"{mark.place}: the optimizer gave updates of 0 in all of its"
-                f" {optimizer.times_withheld} calls"
-            ] += 1
+            said = f"the optimizer gave updates of 0 in all of its {optimizer.times_withheld} calls"
+            self.notes[finding("no-update", said, mark.place)] += 1
         elif self._holds_back(optimizer) and None in self._held.get(optimizer.index, []):
             calls = optimizer.times_withheld + optimizer.steps
             fault = StepFault(
@@ -628,11 +674,12 @@ class JaxJudge:
             return
         names = ", ".join(optimizer.names[i] or f"leaf {i}" for i in never[:MOST_NAMES])
         more = f" and {len(never) - MOST_NAMES} more" if len(never) > MOST_NAMES else ""
-        self.notes[
-            f"no-gradient: {len(never)} of {len(optimizer.reached)} leaves get a gradient of zeros in"
-            f" every step ({names}{more}): look for a `stop_gradient`, or leave them out of the"
-            " optimizer"
-        ] += 1
+        said = (
+            f"{len(never)} of {len(optimizer.reached)} leaves get a gradient of zeros in every step"
+            f" ({names}{more})"
+        )
+        remedy = "look for a `stop_gradient`, or leave them out of the optimizer"
+        self.notes[finding("no-gradient", said, optimizer.place, remedy)] += 1
 
     def _judge_tail(self, optimizer: Optimizer) -> None:
         usual = optimizer.lengths.most_common(1)
@@ -666,6 +713,7 @@ class JaxJudge:
 
     def _judge_points(self) -> None:
         """Judge parameters that stay the same while an optimizer steps on their gradients."""
+        stale = {one.where for one in self._found if one.diagnosis == "stale-parameters"}
         for points in self._points.values():
             first, mark = points.first, points.first.mark
             steps = [
@@ -675,7 +723,7 @@ class JaxJudge:
                 for after in optimizer.moved_after
                 if first.number <= after < points.last.number
             ]
-            if len(steps) < FEWEST_STEPS or points.is_moving:
+            if len(steps) < FEWEST_STEPS or points.is_moving or str(mark.place) in stale:
                 continue
             step = Step(0, mark.place, (), (), np.zeros(0), np.zeros(0), None, mark.dtype)
             fault = StepFault(

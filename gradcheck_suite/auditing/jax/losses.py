@@ -93,7 +93,7 @@ class _Reader:
 
     def _operands(self, equation: Equation) -> list[Var]:
         """Return the operands that a gradient goes back to."""
-        return [v for v in equation.ins if isinstance(v, Var) and v in self._by_parameters]
+        return [one for one in equation.ins if one in self._by_parameters]
 
     def _is_scaled(self, equation: Equation) -> bool:
         """Return whether an operation multiplies its one operand by something constant."""
@@ -103,7 +103,7 @@ class _Reader:
         name = equation.name
         return name in ("mul", "select_n") or (name == "div" and operands[0] is equation.ins[0])
 
-    def split(self, var: Any, line: str = "") -> None:
+    def split(self, var: Var, line: str = "") -> None:
         """Find the terms of a number."""
         equation = self._program.equation_of(var)
         if equation is None:
@@ -242,35 +242,49 @@ def _rows_of(items: Var, data: Sequence[Var]) -> int | None:
     return rows if is_batch else None
 
 
-def mixing_of(
-    program: Program, term: LossTerm, data: Sequence[Var], given: Mapping[Var, Any]
-) -> Any:
-    """Return by how much items change when another row of the batch is replaced.
+MOST_ROW_INPUTS = 4
+"""Inputs of a loss whose rows are replaced."""
 
-    The first row of each input that has the batch's leading dimension becomes the last one; items
-    of other rows should stay as they are. Relative to the largest item; NaN where it is not known.
+
+def row_inputs(term: LossTerm, data: Sequence[Var]) -> list[Var]:
+    """Return the inputs of a loss that may have a row for each row of a term's items.
+
+    A matrix of weights may have as many rows: which of them are batches, their values tell.
+    """
+    items = _items_of(term)
+    rows = None if items is None else _rows_of(items, data)
+    if rows is None:
+        return []
+    found = [one for one in data if one.shape and one.shape[0] == rows and not _is_key(one.aval)]
+    return found[:MOST_ROW_INPUTS]
+
+
+def _items_of(term: LossTerm) -> Var | None:
+    """Return the outermost items of a term that may belong to rows, None where there are none."""
+    if term.of_parameters or term.opaque:
+        return None
+    return next((one for one in term.levels if one.shape and one.shape[0] > 1), None)
+
+
+def mixing_of(program: Program, term: LossTerm, replaced: Var, given: Mapping[Var, Any]) -> Any:
+    """Return by how much items change when a row of an input that they do not belong to does.
+
+    The first row becomes the last one; items of other rows should stay as they are. Relative to the
+    largest item.
 
     Args:
         program: the loss.
         term: of it.
-        data: the inputs that it is not differentiated by.
+        replaced: one of its `row_inputs`.
         given: the values of its inputs and constants.
     """
-    unknown = jnp.float32(jnp.nan)
-    items = next((one for one in term.levels if one.shape and one.shape[0] > 1), None)
-    if items is None or term.of_parameters or term.opaque:
-        return unknown
-    rows = _rows_of(items, data)
-    if rows is None:
-        return unknown
-    replaced = dict(given)
-    for one in data:
-        if one.shape and one.shape[0] == rows and not _is_key(one.aval):
-            array = jnp.asarray(given[one])
-            replaced[one] = array.at[0].set(array[-1])
-    block = items.shape[0] // rows
+    items = _items_of(term)
+    assert items is not None
+    array = jnp.asarray(given[replaced])
+    changed = {**given, replaced: array.at[0].set(array[-1])}
+    block = items.shape[0] // array.shape[0]
     before = program.evaluate([items], given)[0][block:].astype(jnp.float32)
-    after = program.evaluate([items], replaced)[0][block:].astype(jnp.float32)
+    after = program.evaluate([items], changed)[0][block:].astype(jnp.float32)
     largest = jnp.max(jnp.abs(before))
     return jnp.max(jnp.abs(before - after)) / jnp.where(largest == 0, 1, largest)
 

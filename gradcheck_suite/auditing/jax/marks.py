@@ -23,6 +23,7 @@ from gradcheck_suite.auditing.jax.losses import (
     LossTerm,
     check_rule,
     mixing_of,
+    row_inputs,
     weights_of,
 )
 from gradcheck_suite.auditing.places import Place
@@ -48,7 +49,6 @@ class PassMark:
         rules: functions with a backward of their own that the gradient goes through.
         reduced: axes of devices over which JAX itself has added the gradient up.
         scaled: whether what went backward is a value of the mark, and not 1.
-        text: says what the loss computes; equal for equal losses.
         unread: index of a term whose weights could not be computed -> why.
     """
 
@@ -63,7 +63,6 @@ class PassMark:
     rules: list[CustomRule] = field(default_factory=list)
     reduced: tuple[str, ...] = ()
     scaled: bool = False
-    text: Any = None
     unread: dict[int, str] = field(default_factory=dict)
 
     def summary(self, values: Sequence[Any]) -> dict[str, Any]:
@@ -73,10 +72,17 @@ class PassMark:
         if self.scaled:
             cotangent, inputs = inputs[0], inputs[1:]
             gradient = [one / cotangent for one in gradient]
-        given = dict(zip([*self.program.inputs, *self.program.constants], inputs, strict=True))
+        program = self.program
+        own = [*program.inputs, *program.constants, *program.literals]
+        given = dict(zip(own, inputs, strict=True))
         terms = [self._weights(i, given) for i in range(len(self.terms))]
+        by_rows = [(term, one) for term in self.terms for one in row_inputs(term, self.data)]
         mixing = [
-            _or_unknown(mixing_of, (), self.program, term, self.data, given) for term in self.terms
+            {
+                "by": _or_unknown(mixing_of, (), self.program, term, one, given),
+                "input": sketch([given[one]])["sample"],
+            }
+            for term, one in by_rows
         ]
         return {
             "gradient": sketch(gradient),
@@ -176,7 +182,6 @@ mark_p = jex.Primitive("audit_mark")
 mark_p.multiple_results = True
 
 
-@mark_p.def_impl
 def _evaluate(
     *values: Any, mark: Mark, through: int, axes: tuple[MappedAxis, ...]
 ) -> Sequence[Any]:
@@ -185,7 +190,6 @@ def _evaluate(
     return list(values[:through])
 
 
-@mark_p.def_abstract_eval
 def _abstract(*avals: Any, mark: Mark, through: int, axes: tuple[MappedAxis, ...]) -> Sequence[Any]:
     return list(avals[:through])
 
@@ -217,6 +221,8 @@ def _batch(
     return mark_p.bind(*values, through=through, axes=axes + mapped, **params), dims[:through]
 
 
+mark_p.def_impl(_evaluate)
+mark_p.def_abstract_eval(_abstract)
 mlir.register_lowering(mark_p, _lower)
 ad.primitive_jvps[mark_p] = _jvp
 batching.fancy_primitive_batchers[mark_p] = _batch

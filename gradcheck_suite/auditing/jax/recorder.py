@@ -34,6 +34,7 @@ from gradcheck_suite.auditing.jax.replay import (
     replay_program,
 )
 from gradcheck_suite.auditing.schedule import Schedule
+from gradcheck_suite.core.findings import Found, finding
 
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 """Options by which XLA compiles a program that runs a few times without most of its optimizations."""
@@ -87,6 +88,7 @@ class JaxRecorder:
         notes: what could not be looked at, and why -> how often.
         steps_seen: optimizer steps, those that were only counted among them.
         counted: those of them that were only counted.
+        cut: those of them that stand in a scan behind the iterations that were looked at.
         passes_seen: gradients of losses.
         seconds: that the audit has taken.
         is_open: whether it watches.
@@ -100,8 +102,8 @@ class JaxRecorder:
         steps: int | None,
     ) -> None:
         self.off: str | None = None
-        self.notes: Counter[str] = Counter()
-        self.steps_seen = self.counted = self.passes_seen = 0
+        self.notes: Counter[Found] = Counter()
+        self.steps_seen = self.counted = self.cut = self.passes_seen = 0
         self.seconds = 0.0
         self._receive, self._say, self._schedule, self._most = receive, say, schedule, steps
         self.is_open = self._is_busy = self._is_paused = False
@@ -162,7 +164,8 @@ class JaxRecorder:
             beside = self._beside(call.closed)
             if beside.run is not None:
                 found = self._computed(beside, call)
-                self.notes.update(beside.replay.notes)
+                for said in beside.replay.notes:
+                    self.notes[finding("unobserved-program", said)] += 1
                 beside.replay.notes.clear()
                 self._take(list(events_of(found)))
         self._steps_of[function] = self.steps_seen - before
@@ -210,12 +213,13 @@ class JaxRecorder:
             ):
                 yield
         except (CannotReplayError, _TooLargeError) as reason:
-            self.notes[f"{what} was not judged: {reason}"] += 1
+            self.notes[finding("unobserved-program", f"{what} was not judged: {reason}")] += 1
             self._receive([Cut()])
         except Exception as error:
             # the program's own errors come again in its own call; what is lost is said
             said = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            self.notes[f"{what} could not be looked into ({said})"] += 1
+            said = f"{what} could not be looked into ({said})"
+            self.notes[finding("unobserved-program", said)] += 1
             self._receive([Cut()])
         finally:
             self._is_busy = False
@@ -224,7 +228,7 @@ class JaxRecorder:
     def _take(self, events: Sequence[Event]) -> None:
         for event in events:
             if isinstance(event, Cut):
-                self.counted += event.steps
+                self.cut += event.steps
                 self.steps_seen += event.steps
                 self._receive([event])
                 continue
@@ -258,7 +262,9 @@ class JaxRecorder:
         key = id(closed.jaxpr)
         if key not in self._programs:
             run, replay = replay_program(closed, self._contents)
-            has_marks = bool(self._contents.marks(closed.jaxpr))
+            inside = self._contents.marks(closed.jaxpr)
+            has_marks = bool(inside)
+            self._seen.update(map(id, inside))
             self._programs[key] = Beside(closed, run if has_marks else None, replay)
         return self._programs[key]
 
@@ -300,7 +306,7 @@ class JaxRecorder:
 
     def _summary(self, mark: Mark) -> Any:
         """Return the compiled summary of a mark; equal losses that are traced anew share one."""
-        text = str(mark.text) if isinstance(mark, PassMark) else ""
+        text = mark.program.signature() if isinstance(mark, PassMark) else ""
         key = f"{type(mark).__name__} {mark.shapes} {text} {_layout(mark)}"
         if key not in self._eager:
             self._eager[key] = UNMARKED.jit(
@@ -312,7 +318,10 @@ class JaxRecorder:
 
     def unseen(self) -> list[Mark]:
         """Return the marks of programs that were traced, and whose calls could not be looked at."""
-        return [mark for mark in self.marking.traced if id(mark) not in self._seen]
+        traced = self.marking.traced
+        # what JAX has traced more than once was looked at once
+        places = {mark.place for mark in traced if id(mark) in self._seen}
+        return [mark for mark in traced if mark.place not in places]
 
 
 def _layout(mark: Mark) -> str:

@@ -76,10 +76,12 @@ class AboutScan:
     Attributes:
         reverse: whether it runs backwards.
         length: the number of its iterations, of which the first ones may have been looked at alone.
+        steps: optimizer steps of an iteration; 0 where that is not known.
     """
 
     reverse: bool
     length: int
+    steps: int
 
 
 @dataclass
@@ -196,7 +198,8 @@ class Replay:
     ) -> tuple[list[Any], list[Kept]]:
         parts, length, reverse = ScanParts.of(params), params["length"], params["reverse"]
         fixed, carry, iterated = parts.cut(values)
-        steps = any(isinstance(one, UpdateMark) and not one.depth for one in marks)
+        updates = [one for one in marks if isinstance(one, UpdateMark) and not one.depth]
+        steps = bool(updates)
         short = min(length, MOST_STEPS) if steps else length
         if short < length:
             iterated = [x[-short:] if reverse else x[:short] for x in iterated]
@@ -210,7 +213,9 @@ class Replay:
         )
         if short < length:  # what is lacking has the right shape, and no mark depends on it
             stacked = [jnp.concatenate([y, *[y[-1:]] * (length - short)]) for y in stacked]
-        about = AboutScan(reverse=reverse, length=length)
+        # how often `MultiSteps` steps is not known of iterations that are not looked at
+        per_turn = 0 if any(one.multi for one in updates) else len(updates)
+        about = AboutScan(reverse=reverse, length=length, steps=per_turn)
         return [*end, *stacked], [Kept(SCAN, about, None, kept, short)]
 
     def _while(self, params: Any, values: list[Any]) -> tuple[list[Any], list[Kept]]:
@@ -243,12 +248,14 @@ class Replay:
         index, *args = values
         branches = [opened(one) for one in params["branches"]]
         shapes = [
-            jax.eval_shape(lambda *some, of=of: self.run(*of, some)[1], *args) for of in branches
+            jax.eval_shape(lambda *some, of=of: self.run(of[0], of[1], some)[1], *args)
+            for of in branches
         ]
 
         def branch(number: int) -> Any:
             def run(*some: Any) -> Any:
-                results, kept = self.run(*branches[number], some)
+                jaxpr, constants = branches[number]
+                results, kept = self.run(jaxpr, constants, some)
                 every = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), shapes)
                 every[number] = kept
                 return results, every
@@ -343,7 +350,7 @@ def events_of(kept: Sequence[Kept], at: tuple[int, ...] = (), devices: int = 0) 
             for t in reversed(order) if node.about.reverse else order:
                 yield from events_of(node.parts, (*at, t), devices)
             if node.about.length > node.size:
-                yield Cut(node.about.length - node.size)
+                yield Cut(node.about.steps * (node.about.length - node.size))
         elif node.kind == WHILE:
             turns = int(np.ravel(node.data[here])[0])
             for t in range(min(turns, MOST_TURNS)):

@@ -5,15 +5,19 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from gradcheck_suite.auditing.jax.judge import JaxJudge
 from gradcheck_suite.auditing.jax.recorder import JaxRecorder
-from gradcheck_suite.auditing.jax.replay import Event
-from gradcheck_suite.auditing.jax.support import why_unsupported
+from gradcheck_suite.auditing.jax.replay import MOST_STEPS, Event
 from gradcheck_suite.auditing.schedule import Schedule
+from gradcheck_suite.auditing.stopping import Terminated
+from gradcheck_suite.core.findings import Found, finding
 from gradcheck_suite.core.options import DEFAULT_BUDGET, INSTRUMENTS, AuditOptions
 from gradcheck_suite.core.results import Result, Violation
 from gradcheck_suite.core.text import counted
+from gradcheck_suite.errors import CannotRunHere
+from gradcheck_suite.run.private_names import expect_present
 
 MOST_REASONS = 2
 """Reasons that the sentence for a run without a verdict names."""
@@ -41,6 +45,7 @@ class JaxAudit:
         self._recorder = JaxRecorder(self._receive, say, self._schedule, options.steps)
         self._judge = JaxJudge(
             self._recorder.on_step,
+            lambda: self._recorder.marking.has_updates,
             given=options.accumulation_steps,
             judges_sums="sums" not in options.without,
             judges_weights="weights" not in options.without,
@@ -51,7 +56,10 @@ class JaxAudit:
 
     def open(self) -> None:
         """Begin to watch."""
-        self._unsupported = why_unsupported()
+        try:
+            expect_present("audit", "jax")
+        except CannotRunHere as error:  # the program goes on without the audit
+            self._unsupported = str(error)
         if self._unsupported is None and not {*self._options.without} >= {*INSTRUMENTS}:
             self._recorder.open()
 
@@ -102,13 +110,19 @@ class JaxAudit:
         violations = tuple(v for v in found if not accepts(v.diagnosis, v.where))
         accepted = tuple(v for v in found if accepts(v.diagnosis, v.where))
         unknown = judge.all_unknown()
-        notes = Counter({str(part): steps for part, steps in unknown.items()})
+        notes = Counter({part.found: steps for part, steps in unknown.items()})
         notes += judge.all_notes() + recorder.notes + self._of_unseen()
         if recorder.off is not None:
-            notes[f"JAX could not be observed ({recorder.off}); please report it"] += 1
-        said = [f"{text} ({n} times)" if n > 1 else text for text, n in notes.items()]
+            said = f"JAX could not be observed ({recorder.off}); please report it"
+            notes[finding("failed-instrument", said, remedy="")] += 1
+        named = tuple(replace(one, steps=times) for one, times in notes.items())
         judged = judge.weighed if "weights" not in self._options.without else judge.judged
         windows = len(judged | judge.violated)
+        skipped = {
+            f"budget {self._options.budget or DEFAULT_BUDGET}": recorder.counted,
+            f"after the first {MOST_STEPS} of a scan": recorder.cut,
+        }
+        unjudged = None if found else self._why_unjudged(windows, notes)
         return Result(
             loop=self._name,
             command="audit",
@@ -117,15 +131,13 @@ class JaxAudit:
             accepted=accepted,
             steps=recorder.steps_seen,
             windows=windows,
-            windows_skipped=(
-                {f"budget {self._options.budget or DEFAULT_BUDGET}": recorder.counted}
-                if recorder.counted
-                else {}
-            ),
-            findings=tuple(said),
-            unknown=tuple(unknown),
-            unjudged=None if found else self._why_unjudged(windows, notes),
-            interrupted=isinstance(error, KeyboardInterrupt),
+            windows_skipped={reason: number for reason, number in skipped.items() if number},
+            findings=tuple(map(str, named)),
+            named_findings=named,
+            unknown=tuple(replace(part, steps=steps) for part, steps in unknown.items()),
+            unjudged=None if unjudged is None else unjudged.words,
+            unjudged_reason=None if unjudged is None else unjudged.name,
+            interrupted=isinstance(error, KeyboardInterrupt | Terminated),
             raised=f"{type(error).__name__}: {error}" if isinstance(error, Exception) else None,
             files=tuple((file, None) for file in self._files()),
         )
@@ -134,39 +146,45 @@ class JaxAudit:
         lines = {line for place in self._judge.places for line in (place.line, *place.path)}
         return sorted({line.rpartition(":")[0] for line in lines})
 
-    def _of_unseen(self) -> Counter[str]:
+    def _of_unseen(self) -> Counter[Found]:
         """Return what gradients and updates could not be looked at."""
-        found = Counter[str]()
+        found = Counter[Found]()
         for place, times in self._recorder.marking.unseen.items():
-            found[
-                f"{place}: the gradient of a loss that cannot be traced was not seen: it looks at"
-                " values, or is no function of arrays"
-            ] += times
+            said = (
+                "the gradient of a loss was not seen: it cannot be traced, since it looks at values or"
+                " is no function of arrays"
+            )
+            found[finding("untraced-loss", said, place)] += times
         for mark in self._recorder.unseen():
-            found[
-                f"{mark.place}: it was traced into a program whose calls were not looked at, as that"
-                " of a function which was compiled before the audit began"
-            ] += 1
+            said = (
+                "it was traced into a program whose calls were not looked at, as of a function that"
+                " was compiled before the audit began"
+            )
+            found[finding("unobserved-program", said, mark.place)] += 1
         return found
 
-    def _why_unjudged(self, windows: int, notes: Counter[str]) -> str | None:
+    def _why_unjudged(self, windows: int, notes: Counter[Found]) -> Found | None:
+        """Return why nothing could be judged, and what to do; None where something was."""
         recorder = self._recorder
         if self._unsupported is not None:
-            return self._unsupported
+            return finding("unsupported-version", self._unsupported)
         if recorder.off is not None:
-            return f"JAX could not be observed ({recorder.off})"
+            said = f"JAX could not be observed ({recorder.off})"
+            return finding("failed-instrument", said, remedy="")
         if {*self._options.without} >= {*INSTRUMENTS}:
-            return "every instrument was switched off"
+            return finding("switched-off", "every instrument was switched off")
         if windows:
             return None
+        reasons = "; ".join(map(str, [*notes][:MOST_REASONS]))
         if not recorder.steps_seen and recorder.passes_seen:
-            why = [*notes][:MOST_REASONS] or ["the parameters stay as they are"]
             passes = counted(recorder.passes_seen, "gradient")
-            return f"no optimizer's update was seen in {passes}: {'; '.join(why)}"
+            said = f"no optimizer's update was seen in {passes}"
+            return finding("no-step", f"{said}: {reasons}" if reasons else said)
         if not recorder.steps_seen and not notes:
-            return (
+            said = (
                 "no gradient of a loss and no optimizer's update was seen in this process: the script"
                 " trains nothing, or it trains in another process"
             )
-        reasons = [*notes][:MOST_REASONS] or ["no loss was differentiated"]
-        return f"no step could be judged: {'; '.join(reasons)}"
+            return finding("nothing-trained", said)
+        why = reasons or "no loss was differentiated"
+        return finding("nothing-judged", f"no step could be judged: {why}")

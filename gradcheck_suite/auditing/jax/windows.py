@@ -47,7 +47,7 @@ class Column:
         norm: of the gradient.
         parameters: a sample of those that it is a gradient by.
         members: the devices that are in it.
-        mixing: by how much items depend on other rows; NaN where it is not known.
+        mixing: by how much items depend on other rows of inputs, and samples of these.
         rules: the checks of functions with a backward of their own.
         copies: whether one of several copies under a `vmap` was looked at.
         age: the number of steps since then.
@@ -60,7 +60,7 @@ class Column:
     norm: float
     parameters: Vector
     members: list[Member]
-    mixing: float
+    mixing: Sequence[Any]
     rules: Sequence[Any]
     copies: bool
     age: int = 0
@@ -84,7 +84,6 @@ def columns_of(event: MarkEvent, number: int) -> list[Column]:
     assert isinstance(mark, PassMark)
     devices: list[int | None] = list(range(event.devices)) or [None]
     members = [Member(d or 0, _of_device(event.values["terms"], d)) for d in devices]
-    mixing = [np.asarray(one, float).max() for one in event.values["mixing"]]
     found = []
     for device in devices[:1] if mark.reduced else devices:
         values = _of_device(event.values, device)
@@ -96,7 +95,7 @@ def columns_of(event: MarkEvent, number: int) -> list[Column]:
                 norm=float(np.sqrt((np.asarray(values["gradient"]["norms"], float) ** 2).sum())),
                 parameters=np.asarray(values["parameters"]["sample"], np.float64),
                 members=members if mark.reduced else [members[device or 0]],
-                mixing=max((one for one in mixing if one == one), default=float("nan")),
+                mixing=values["mixing"],
                 rules=values["rules"],
                 copies=event.copies,
             )
@@ -209,12 +208,50 @@ class Window:
         ]
 
 
+def is_of_earlier_step(window: Window, optimizer: Optimizer) -> bool:
+    """Return whether gradients are by parameters that the optimizer was given at an earlier step,
+    and no longer has.
+    """
+    now, known = window.step.parameters, optimizer.parameters
+    if now is None or known is None or not window.used:
+        return False
+    point = window.used[0].parameters
+    if any(len(one) != len(point) for one in (now, *known)) or _is_close(point, now):
+        return False
+    return any(_is_close(point, one) for one in known)
+
+
+def _is_close(a: Vector, b: Vector) -> bool:
+    return bool(np.abs(a - b).max(initial=0.0) <= 1e-7 * np.abs(a).max(initial=1e-30))
+
+
 def is_same_point(one: Column, other: Column) -> bool:
     """Return whether two gradients are by the same parameters."""
     a, b = one.parameters, other.parameters
-    return len(a) == len(b) and bool(
-        np.abs(a - b).max(initial=0.0) <= 1e-7 * np.abs(a).max(initial=1e-30)
-    )
+    return len(a) == len(b) and _is_close(a, b)
+
+
+REDRAWN = 0.3
+"""By how much an input differs from that of the pass before, relative to its size, if it is a batch: parameters move by
+small steps."""
+
+
+def mixes(column: Column, before: Column) -> float:
+    """Return by how much items depend on other rows of a batch; 0 where no batch tells.
+
+    Args:
+        column: a gradient.
+        before: that of the pass before it, of the same place.
+    """
+    largest = 0.0
+    for now, then in zip(column.mixing, before.mixing, strict=False):
+        here, there = np.asarray(now["input"], float), np.asarray(then["input"], float)
+        redrawn = here.shape == there.shape and np.linalg.norm(here - there) > REDRAWN * max(
+            np.linalg.norm(here), np.linalg.norm(there)
+        )
+        if redrawn and np.isfinite(now["by"]):
+            largest = max(largest, float(now["by"]))
+    return largest
 
 
 @dataclass(frozen=True)
@@ -222,9 +259,11 @@ class Unfitted:
     """Why no window could be put together.
 
     Attributes:
+        name: of the reason.
         reason: in words.
     """
 
+    name: str
     reason: str
 
 
@@ -234,10 +273,11 @@ class Stale:
 
     Attributes:
         what: of it is in there.
+        is_all: whether nothing else is.
     """
 
     what: str
-    columns: Sequence[Column]
+    is_all: bool
 
 
 NO_SUM = (
@@ -266,8 +306,13 @@ class Optimizer:
         generation: of what is known; another one tells that events before it were not seen.
         steps: their number.
         reached: of each leaf, whether some gradient of it was not 0.
+        names: of the leaves of its gradient.
         withheld: gradients that it was given, and after which its updates were 0.
         times_withheld: how often.
+        mark: of its first update.
+        place: of its last update.
+        moved_after: the number of passes there were at each of its steps.
+        parameters: samples of the first and of the last parameters that it was given.
     """
 
     index: int
@@ -283,7 +328,9 @@ class Optimizer:
     withheld: list[Column] = field(default_factory=list)
     times_withheld: int = 0
     mark: UpdateMark | None = None
+    place: Place | None = None
     moved_after: list[int] = field(default_factory=list)
+    parameters: tuple[Vector, Vector] | None = None
 
 
 def explain(optimizer: Optimizer, step: Step, columns: list[Column]) -> Window | Stale | Unfitted:
@@ -295,9 +342,9 @@ def explain(optimizer: Optimizer, step: Step, columns: list[Column]) -> Window |
         columns: gradients of its shapes.
     """
     if not columns:
-        return Unfitted(NONE_BEFORE)
+        return Unfitted("no-gradient-before-step", NONE_BEFORE)
     if not (np.isfinite(step.gradient).all() and all(one.is_finite for one in columns)):
-        return Unfitted(NOT_FINITE)
+        return Unfitted("not-finite", NOT_FINITE)
     own = _fit(step, columns)
     if own.is_exact and own.is_degenerate and (window := _shortest(step, columns)) is not None:
         return window
@@ -309,9 +356,11 @@ def explain(optimizer: Optimizer, step: Step, columns: list[Column]) -> Window |
     ):
         of_both = _fit(step, [*columns, *extra]) if extra else own
         if extra and of_both.is_exact and any(of_both.found[len(columns) :]):
-            return Stale(what, columns)
+            return Stale(what, is_all=not any(of_both.found[: len(columns)]))
     window = _with_decay(step, columns)
-    return window if window is not None else Unfitted(f"{NO_SUM} (off by {own.off:.2g})")
+    if window is not None:
+        return window
+    return Unfitted("unexplained-gradient", NO_SUM)
 
 
 def _fit(step: Step, columns: Sequence[Column], *more: Vector) -> Fit:
@@ -322,7 +371,7 @@ def _fit(step: Step, columns: Sequence[Column], *more: Vector) -> Fit:
 
 def _window(step: Step, columns: list[Column], found: Fit) -> Window | Unfitted:
     if found.tolerance > 0.02:
-        return Unfitted(ALIKE)
+        return Unfitted("too-few-elements", ALIKE)
     return Window(step, columns, found.found[: len(columns)], found.tolerance)
 
 

@@ -1,0 +1,1 @@
+"""Audits of runs of JAX."""
