@@ -1106,7 +1106,7 @@ class Recorder:
         record = running.record
         record.hooked[key] = fixed
         if _is_distributed():
-            record.raw[key] = samples.sample(raw, whole=False)
+            record.raw[key] = then
         parameter = known.reference()
         hooks = () if parameter is None else (parameter._backward_hooks or {}).values()
         # of a lambda, each time that it is made is another object of the same code
