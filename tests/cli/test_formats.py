@@ -74,6 +74,8 @@ def test_what_a_result_says_in_each_format(form, golden):
     text = rendered(form, results_to_json([], {}), notices, Path.cwd())
     if form == "sarif":
         run = valid(text)
+        for result in run["results"]:
+            del result["ruleIndex"]  # `valid` has compared it; each new row moves those after it
         text = "\n".join(map(json.dumps, [run["tool"]["driver"]["rules"][0], *run["results"]]))
     golden(f"formats_{form}", f"{text.rstrip()}\n")
 
