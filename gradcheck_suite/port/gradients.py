@@ -167,7 +167,7 @@ def place_gradient(
     budget: Budget,
 ) -> GradientFault:
     """Return where gradients part, and which change of torch's backward explains it."""
-    program, jax_program = sides.torch_program(point), sides.jax_program(point)
+    program = sides.torch_program(point)
     run, _ = sides.slopes(program, repairs)
     frontier = _frontier(sides, point, run, wrong)
     best: GradientFault | None = None
@@ -199,13 +199,20 @@ def place_gradient(
                 best = GradientFault(at, hypothesis.cause, hypothesis.words, left, changed)
     if best is not None and not budget.stopped:
         return best
-    theirs = sides.gradients(sides.jax_run(point))
     last = max([i for i in frontier if i not in repairs.changes] or frontier, default=None)
+    return _without_repair(sides, point, wrong, last, budget)
+
+
+def _without_repair(
+    sides: Sides, point: Point, wrong: Mapping[str, float], last: int | None, budget: Budget
+) -> GradientFault:
+    """Return what is known of a difference of gradients that no change of torch explains."""
+    theirs = sides.gradients(sides.jax_run(point))
     # the gradient by an input has other ways, beside that of the parameters
     names = [n for n in wrong if n in sides.map.offsets] or list(wrong)
     if sides.map.complete and all(not theirs[n].any() for n in names):
         return GradientFault(last, "no-gradient", f"no gradient of {_some(wrong)} at all", {}, None)
-    if rule := own_rule(jax_program):
+    if rule := own_rule(sides.jax_program(point)):
         return GradientFault(last, "custom-gradient", f"a rule of its own at {rule}", {}, None)
     return GradientFault(last, "unknown", f"another gradient{budget.words}", {}, None)
 

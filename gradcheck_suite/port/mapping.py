@@ -129,13 +129,19 @@ class StateMap:
             raise UsageError(
                 "no parameter in common: no element of params has a value of the module's state"
             )
-        # a frozen parameter that no leaf comes from is a table that the port computes, as a buffer
-        # may be
-        used, own = self.used(), dict(pair.module.named_parameters(remove_duplicate=False))
+        self.movable -= self._computed_tables()
+        buffers = self._loaded_buffers() if pair.load is not None else set()
+        self.moves_buffers = bool(buffers)
+        self.movable |= buffers
+
+    def _computed_tables(self) -> set[str]:
+        """Return the frozen parameters that no leaf comes from: tables that the port computes, as a
+        buffer may be.
+        """
+        used = self.used()
+        own = dict(self.pair.module.named_parameters(remove_duplicate=False))
         frozen = [n for n in self.names if n in own and not own[n].requires_grad]
-        self.movable -= {n for n in frozen if not used[self.part(n)].any()}
-        self.moves_buffers = pair.load is not None and bool(self._loaded_buffers())
-        self.movable |= self._loaded_buffers() if self.moves_buffers else set()
+        return {n for n in frozen if not used[self.part(n)].any()}
 
     def _loaded_buffers(self) -> set[str]:
         """Return the buffers that the port loads and that may have other values.
