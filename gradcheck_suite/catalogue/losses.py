@@ -430,9 +430,23 @@ def _cross(options: Options, out: jax.Array, distribution: jax.Array) -> jax.Arr
     )
 
 
+def _is_target(target: jax.Array, classes: int) -> jax.Array:
+    """Return for each class, on a last axis, whether it is the target.
+
+    A choice by it leaves the other classes out. The product with a one-hot array does not: 0 times
+    an infinite logarithm is NaN, unless XLA's simplifications make a choice of the product.
+    """
+    return target[..., None] == jnp.arange(classes)
+
+
 def _cross_entropy_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Array:
-    target = batch["target"]
-    loss = _cross(options, out, jax.nn.one_hot(target, out.shape[class_axis(out)], dtype=out.dtype))
+    target, classes = batch["target"], out.shape[class_axis(out)]
+    chosen = _is_target(target, classes)
+    if options["label_smoothing"]:
+        loss = _cross(options, out, chosen.astype(out.dtype))
+    else:
+        log_p = _weights(options, classes) * jax.nn.log_softmax(classes_last(out))
+        loss = -jnp.where(chosen, log_p, 0.0).sum(axis=-1)
     return per_item(jnp.where(target == IGNORE_INDEX, 0.0, loss))
 
 
@@ -570,9 +584,13 @@ def _bce(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) ->
     # torch clamps each logarithm at -100, with another derivative:
     # https://pytorch.org/docs/stable/generated/torch.nn.BCELoss.html
     probability = torch.sigmoid(out).clamp(CLOSEST, 1 - CLOSEST)
-    return F.binary_cross_entropy(
-        probability, batch["target"], weight=batch.get("weight"), reduction=reduction
-    )
+    weight = batch.get("weight")
+    if weight is None:
+        return F.binary_cross_entropy(probability, batch["target"], reduction=reduction)
+    # what the function calls after it has asked for the shapes to broadcast, which imports sympy:
+    # half a second (torch/nn/functional.py)
+    number = {"none": 0, "mean": 1, "sum": 2}[reduction]
+    return torch.ops.aten.binary_cross_entropy(probability, batch["target"], weight, number)
 
 
 def _bce_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Array:
@@ -681,11 +699,12 @@ def _multi_margin(
 
 def _multi_margin_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Array:
     classes = out.shape[-1]
-    right = jax.nn.one_hot(batch["target"], classes, dtype=out.dtype)
-    score = (right * out).sum(axis=-1, keepdims=True)
+    right = _is_target(batch["target"], classes)
+    score = jnp.where(right, out, 0.0).sum(axis=-1, keepdims=True)
     over = options["margin"] - score + out
     # at 0 the derivative is 0, unlike that of the other losses with a margin
-    loss = ((1 - right) * jnp.where(over > 0, over, 0.0) ** options["p"]).sum(axis=-1) / classes
+    above = jnp.where(over > 0, over, 0.0) ** options["p"]
+    loss = jnp.where(right, 0.0, above).sum(axis=-1) / classes
     # torch's documentation has the weight inside the power, its implementation outside
     return per_item((0.5 + batch["target"]) * loss if options["class_weights"] else loss)
 

@@ -31,6 +31,7 @@ from gradcheck_suite.core.contract import (
 )
 from gradcheck_suite.core.text import suggestion
 from gradcheck_suite.errors import UsageError
+from gradcheck_suite.loops.names import NAMES
 from gradcheck_suite.loops.trainers import TRAINERS
 from gradcheck_suite.run.processes import Importable, remember
 
@@ -44,16 +45,105 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
-def expect_found(text: str) -> None:
-    """Refuse `FILE.py:NAME` where there is no such file, before the import of torch and jax, which
-    takes seconds.
+def expect_found(text: str, *, is_loop: bool = False) -> None:
+    """Refuse what a name cannot stand for, before the import of torch and jax, which takes seconds.
+
+    Nothing is imported: a file is parsed, and what only its run can tell is left to `resolve_loop`.
+
+    Args:
+        text: what the command line has.
+        is_loop: whether it is to be a loop.
 
     Raises:
-        UsageError: the file does not exist.
+        UsageError: there is no such built-in loop, no such file, or nothing of that name in it; or
+            a loop is a class that is made with other arguments than one.
     """
-    path = Path(text.rpartition(":")[0])
-    if path.suffix == ".py" and not path.exists():
-        raise UsageError(no_file(path))
+    if ":" not in text:
+        if is_loop:
+            _expect_built_in(text)
+        return
+    place, _, name = text.rpartition(":")
+    path = Path(place)
+    if path.is_dir() and not (path / "__init__.py").is_file():
+        raise _is_folder(place)
+    if path.suffix != ".py":
+        return
+    if not path.is_file():
+        raise UsageError(
+            f"{path} is a folder: expected a Python file" if path.is_dir() else no_file(path)
+        )
+    parsed = _parsed(path)
+    bound = _bound_names(parsed)
+    if bound is None or not parsed.body:
+        return
+    first = name.partition(".")[0]
+    if first not in bound:
+        listed = _listed([each for each in _defined(parsed) if not each.startswith("_")])
+        raise UsageError(f"{place} has no {name!r}{suggestion(name, bound)}{listed}")
+    if is_loop:
+        _expect_no_class_of_others(text, parsed, name)
+
+
+def _expect_built_in(text: str) -> None:
+    if text and Path(text).is_dir():
+        raise UsageError(
+            f"{text} is a folder: expected FILE.py:NAME, package.module:NAME or a built-in's name"
+        )
+    if text.endswith(".py"):
+        raise _without_name(text, "a loop")
+    if text not in TRAINERS and text not in NAMES:
+        raise UsageError(_no_built_in(text, [*NAMES, *TRAINERS]))
+
+
+def _is_folder(place: str) -> UsageError:
+    return UsageError(
+        f"{place} is a folder: expected a Python file in it, {Path(place) / 'FILE.py'}:NAME"
+    )
+
+
+_DYNAMIC = {"__getattr__", "exec", "globals", "locals", "setattr", "vars"}
+"""Names whose use in a file may bind a name that the file does not show."""
+
+
+def _bound_names(module: ast.Module) -> set[str] | None:
+    """Return every name that a file may bind; None where its text does not tell."""
+    names: set[str] = set()
+    for node in ast.walk(module):
+        if isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names.update((alias.asname or alias.name).partition(".")[0] for alias in node.names)
+    return None if names & {*_DYNAMIC, "*"} else names
+
+
+def _defined(module: ast.Module) -> list[str]:
+    """Return the functions and classes at the top level of a file."""
+    kinds = ast.FunctionDef | ast.ClassDef
+    return [node.name for node in module.body if isinstance(node, kinds)]
+
+
+def _expect_no_class_of_others(text: str, module: ast.Module, name: str) -> None:
+    """Refuse a class as a loop where its `__init__` takes no argument, or needs more than one."""
+    found = [n for n in module.body if isinstance(n, ast.ClassDef) and n.name == name]
+    if len(found) != 1 or found[0].bases or found[0].decorator_list or found[0].keywords:
+        return
+    made = next(
+        (n for n in found[0].body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None
+    )
+    if made is None:
+        least, most = 0, 0
+    else:
+        given = len(made.args.posonlyargs) + len(made.args.args) - 1
+        least, most = given - len(made.args.defaults), given
+        if made.args.vararg or made.args.kwonlyargs:
+            return
+    if not least <= 1 <= most:
+        raise UsageError(
+            f"{text} is a class: expected a function of one argument, the TrainingRun"
+            f"{_listed([each for each in _defined(module) if not each.startswith('_')])}"
+        )
 
 
 def _no_built_in(text: str, names: Iterable[str]) -> str:
@@ -147,22 +237,14 @@ def _noted(found: Any, resolve: Callable[[str], Any], text: str) -> Any:
 
 
 def _built_in(text: str) -> Loop:
-    if text and Path(text).is_dir():
-        raise UsageError(
-            f"{text} is a folder: expected FILE.py:NAME, package.module:NAME or a built-in's name"
-        )
-    if text.endswith(".py"):
-        raise _without_name(text, "a loop")
+    _expect_built_in(text)
     if text in TRAINERS:
         return _noted(TRAINERS[text].load(), resolve_loop, text)
     from gradcheck_suite.loops.jax_modes import JAX_MODES
     from gradcheck_suite.loops.ranks import RANK_LOOPS
     from gradcheck_suite.loops.reset_modes import BUILT_IN
 
-    loops = {**BUILT_IN, **JAX_MODES, **RANK_LOOPS}
-    if text not in loops:
-        raise UsageError(_no_built_in(text, [*loops, *TRAINERS]))
-    return loops[text]
+    return {**BUILT_IN, **JAX_MODES, **RANK_LOOPS}[text]
 
 
 def _without_name(text: str, what: str) -> UsageError:
@@ -205,9 +287,7 @@ def _find(text: str, what: str) -> tuple[Any, ModuleType]:
 def _module(place: str) -> ModuleType:
     path = Path(place)
     if path.is_dir() and not (path / "__init__.py").is_file():
-        raise UsageError(
-            f"{place} is a folder: expected a Python file in it, {path / 'FILE.py'}:NAME"
-        )
+        raise _is_folder(place)
     if place.endswith(".py") or "/" in place or "\\" in place:
         return _import_file(path)
     if path.is_file():

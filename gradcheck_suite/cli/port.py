@@ -11,6 +11,7 @@ from gradcheck_suite.cli import exit_status
 from gradcheck_suite.cli.arguments import OutputOptions
 from gradcheck_suite.cli.loading import expect_found, resolve_function
 from gradcheck_suite.cli.progress import Output
+from gradcheck_suite.cli.waiting import IMPORTS, waiting
 from gradcheck_suite.core.options import PortOptions, options_of
 from gradcheck_suite.core.text import say
 from gradcheck_suite.run import environment
@@ -49,8 +50,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _judge(arguments: argparse.Namespace, options: PortOptions, output: Output) -> int:
     gc.set_threshold(YOUNG)
-    environment.prepare()
-    expect_present("port")
+    with waiting(IMPORTS):
+        environment.prepare()
+        expect_present("port")
     from gradcheck_suite.port.compare import judge_function
     from gradcheck_suite.port.pair import in_double
 

@@ -18,6 +18,7 @@ from gradcheck_suite.cli.loading import (
     resolve_loop,
     resolve_problem,
 )
+from gradcheck_suite.cli.waiting import IMPORTS, waiting
 from gradcheck_suite.core.contract import Loop, Problem, is_jax
 from gradcheck_suite.core.counterexamples import StoredCase, read_case_file
 from gradcheck_suite.core.options import VerifyOptions, options_of
@@ -45,7 +46,7 @@ def add_arguments(parser: parsers.Parser) -> None:
     parsers.add_framework(parser, ("torch", "jax"))
     parsers.add_problem(parser)
     for one in options_of(VerifyOptions):
-        if one.name in ("autocast", "time_limit_s"):
+        if one.name in ("autocast", "time_limit_s", "jax"):
             parsers.add_option(parser, one, one.default)
 
 
@@ -58,32 +59,42 @@ def run(arguments: argparse.Namespace) -> int:
             f"{arguments.case} holds a bare case, which names no loop: pass LOOP after it"
         )
     environment.expect_main_job()
-    for text in filter(None, (arguments.loop, arguments.problem)):
-        expect_found(text)
-    environment.prepare()
-    expect_present("verify")
+    if arguments.loop is not None:
+        expect_found(arguments.loop, is_loop=True)
+    if arguments.problem is not None:
+        expect_found(arguments.problem)
+    with waiting(IMPORTS):
+        environment.prepare()
+        expect_present("verify")
     loop, problem = _subjects(arguments, stored, name)
     note_untested_trainers([name])
 
     from gradcheck_suite.catalogue.description import describe_case, with_case_described
+    from gradcheck_suite.reference.evaluation import evaluated_by
+    from gradcheck_suite.verification.ahead import checked_programs
     from gradcheck_suite.verification.check import check
     from gradcheck_suite.verification.second_opinion import second_opinion
 
     case = stored.case
-    verdict = check(
-        loop,
-        case,
-        problem=problem,
-        time_limit_s=arguments.time_limit_s,
-        autocast=arguments.autocast,
-        assumes=stored.assumes,
-    )
+    with waiting(f"running {name} on case {case.digest}"), evaluated_by(arguments.jax):
+        verdict = check(
+            loop,
+            case,
+            problem=problem,
+            time_limit_s=arguments.time_limit_s,
+            autocast=arguments.autocast,
+            assumes=stored.assumes,
+        )
     if verdict.skipped:
         raise CannotRunHere(f"case {case.digest} cannot be judged here: {verdict.skipped}")
+    with waiting("XLA checks JAX's derivatives as numpy evaluates them"):
+        checks = checked_programs()
     findings, lines = [verdict.finding] if verdict.finding else [], []
     if problem is not None and not is_jax(loop):
-        opinion = second_opinion([case], problem)
+        with waiting("asking JAX for a second opinion"):
+            opinion = second_opinion([case], problem)
         findings, lines = [*opinion.findings], [opinion.summary()]
+    findings += checks.differences
     lines += [f"finding, for which no loop is to blame: {finding}" for finding in findings]
     if verdict.violation is not None:
         places = loop_places(loop, verdict.violation)

@@ -13,8 +13,9 @@ from gradcheck_suite.cli.loading import (
     resolve_problem,
 )
 from gradcheck_suite.cli.progress import Progress
+from gradcheck_suite.cli.waiting import IMPORTS, waiting
 from gradcheck_suite.core.contract import is_jax
-from gradcheck_suite.core.options import VerifyOptions
+from gradcheck_suite.core.options import VerifyOptions, options_of
 from gradcheck_suite.core.records import KINDS, append_record, write_document
 from gradcheck_suite.core.text import aligned
 from gradcheck_suite.errors import CannotRunHere, UsageError
@@ -50,6 +51,9 @@ def add_arguments(parser: parsers.Parser) -> None:
         action="store_true",
         help="status 0 also where a trainer is violated: that is an answer too",
     )
+    for one in options_of(VerifyOptions):
+        if one.name == "jax":
+            parsers.add_option(parser, one, one.default)
     parsers.add_quiet(parser, "print each answer in one line, and no more")
     parsers.add_json(parser, "the answers")
     parsers.add_reports(parser, "each answer is recorded in DIR/records")
@@ -63,8 +67,9 @@ def run(arguments: Namespace) -> int:
     environment.expect_main_job()
     trainers = _chosen(_models_only(arguments) if arguments.heads else arguments.trainers)
     parsers.expect_writable(arguments.reports, json=arguments.json)
-    environment.prepare()
-    expect_present("verify")
+    with waiting(IMPORTS):
+        environment.prepare()
+        expect_present("verify")
     note_untested_trainers(trainer.name for trainer in trainers)
     from gradcheck_suite.cli.verify import subjects
     from gradcheck_suite.loops.trainers.trainer import model_questions, on_problem
@@ -97,6 +102,7 @@ def run(arguments: Namespace) -> int:
                         examples=arguments.examples,
                         seed=arguments.seed,
                         problem=problem,
+                        jax=arguments.jax,
                         progress=progress.advance,
                     )
                     progress.stop()

@@ -19,6 +19,7 @@ from gradcheck_suite.cli.arguments import OutputOptions, add_options, parsed
 from gradcheck_suite.cli.exit_status import noted_interrupts
 from gradcheck_suite.cli.loading import expect_found, libraries_of, note_untested_trainers
 from gradcheck_suite.cli.progress import Output, Progress
+from gradcheck_suite.cli.waiting import IMPORTS, Stopwatch, waiting
 from gradcheck_suite.core.contract import (
     DEFAULT_TIME_LIMIT,
     Loop,
@@ -375,23 +376,27 @@ def add_arguments(parser: parsers.Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Verify the loops that the arguments name; print and store the results."""
+    stopwatch = Stopwatch()
     environment.expect_main_job()
     if arguments.list:
         return _list(arguments.ranks)
     wanted = parsed(arguments, OutputOptions)
     wanted.expect_writable()
     not_stored = _why_not_stored(wanted)
-    for text in (*arguments.loops, *filter(None, [arguments.problem])):
-        expect_found(text)
+    for text in arguments.loops:
+        expect_found(text, is_loop=True)
+    if arguments.problem is not None:
+        expect_found(arguments.problem)
     options = parsed(arguments, VerifyOptions)
     with (
         Output(wanted) as output,
         template_ahead(wanted=options.ranks > 1),
         second_process(wanted=_is_worth_a_process(arguments, options)),
     ):
-        environment.prepare()
-        expect_present("verify")
-        return _verify(arguments, options, output, not_stored)
+        with waiting(IMPORTS):
+            environment.prepare()
+            expect_present("verify")
+        return _verify(arguments, options, output, not_stored, stopwatch)
 
 
 def _why_not_stored(wanted: OutputOptions) -> str:
@@ -430,9 +435,14 @@ def _is_worth_a_process(arguments: argparse.Namespace, options: VerifyOptions) -
 
 
 def _verify(
-    arguments: argparse.Namespace, options: VerifyOptions, output: Output, not_stored: str
+    arguments: argparse.Namespace,
+    options: VerifyOptions,
+    output: Output,
+    not_stored: str,
+    stopwatch: Stopwatch,
 ) -> int:
-    subjects = _subjects(arguments, options)
+    with waiting("loading the loops"):
+        subjects = _subjects(arguments, options)
 
     from gradcheck_suite.run.instance import checked_device
     from gradcheck_suite.run.ranks import expect_ranks
@@ -448,7 +458,7 @@ def _verify(
     quiet = output.options.quiet
     if not quiet:
         say(lines)
-    done = _Run(output, lines, arguments.stop_on_violation, not_stored)
+    done = _Run(output, lines, stopwatch, arguments.stop_on_violation, not_stored)
     try:
         _verify_all(subjects, options, about, done)
     finally:
@@ -478,6 +488,7 @@ class _Run:
 
     output: Output
     lines: list[str]
+    stopwatch: Stopwatch
     stop_on_violation: bool = False
     not_stored: str = ""
     results: list[Result] = field(default_factory=list)
@@ -501,10 +512,16 @@ def _verify_all(
     violation with `-x`.
     """
     from gradcheck_suite.run.ranks import kept_ranks
+    from gradcheck_suite.verification.ahead import caller_checks_programs
 
     width = max(len(subject.name) for subject in subjects)
     then = None if subjects[0].problem is None else "judged, asking JAX for a second opinion"
-    with Progress(then=then) as progress, noted_interrupts() as pressed, kept_ranks():
+    with (
+        Progress(then=then) as progress,
+        noted_interrupts() as pressed,
+        kept_ranks(),
+        caller_checks_programs(),
+    ):
 
         def advance(verdict: Verdict) -> None:
             if pressed:
@@ -513,14 +530,19 @@ def _verify_all(
             progress.advance(verdict)
 
         try:
-            for subject in subjects:
+            for number, subject in enumerate(subjects, 1):
                 chosen = options.of(subject.loop)
                 progress.start(subject.name, chosen.examples)
                 found, reached = verify_subject(subject, chosen, advance)
                 progress.stop()
+                found = replace(found, seconds=done.stopwatch.lap())
                 result = found.accepting(done.output.options.baseline)
                 done.results.append(result)
                 stored = _keep(subject, chosen, result, about, done, width)
+                stops = done.stop_on_violation and bool(result.violations)
+                if not (result.interrupted or pressed):
+                    is_last = stops or number == len(subjects)
+                    result = _check_programs(done, is_last=is_last)
                 reports = done.output.options.reports
                 exit_status.attempt(
                     PROGRAM,
@@ -529,10 +551,36 @@ def _verify_all(
                 if result.interrupted or pressed:
                     done.interrupted = True
                     return
-                if done.stop_on_violation and result.violations:
+                if stops:
                     return
         except KeyboardInterrupt:
             done.interrupted = True
+
+
+def _check_programs(done: _Run, *, is_last: bool) -> Result:
+    """Let XLA check the programs that numpy has evaluated: beside the next loop, or now.
+
+    Return the result of the last loop, with what XLA computes otherwise among its findings.
+    """
+    from gradcheck_suite.verification.ahead import check_programs_beside, checked_programs
+
+    result = done.results[-1]
+    if not is_last:
+        check_programs_beside()
+        return result
+    with waiting("XLA checks JAX's derivatives as numpy evaluates them") as show:
+        checks = checked_programs(
+            lambda left: show(
+                "XLA checks JAX's derivatives as numpy evaluates them, of"
+                f" {counted(left, 'program')} more"
+            )
+        )
+    if checks.differences:
+        result = done.results[-1] = replace(
+            result, findings=(*result.findings, *checks.differences)
+        )
+        say(f"    finding, for which no loop is to blame: {text}" for text in checks.differences)
+    return result
 
 
 def _keep(
@@ -563,7 +611,8 @@ def _keep(
     if stored is None:
         return None
     if result.violation is not None:
-        stored = _tried(stored, result.violation, options)
+        with waiting("running the script of the violation"):
+            stored = _tried(stored, result.violation, options)
     done.stored.append(stored.case)
     if not quiet:
         say(file_lines(stored, options, output.seen))

@@ -273,7 +273,14 @@ _ROWS = (
         "add up gradients of all ranks once, after the last backward of the window: look for a"
         " forward under `no_sync` (DistributedDataParallel decides in the forward whether backward"
         " reduces), a rank that leaves out its all-reduce or does not wait for it, a broadcast or a"
-        " reduce in place of an all-reduce, a process group without some ranks",
+        " reduce in place of an all-reduce, a process group without some ranks, the same batches on"
+        " all ranks (`DistributedSampler` gives each its own)",
+        causes={
+            "same-data": Remedy(
+                "give each rank micro-batches of its own: `DistributedSampler`, or the loader's"
+                " share by rank and world size; and do not broadcast batches"
+            )
+        },
         jax=(
             "add gradients up over all devices with `psum`, or average them with `pmean`, before the"
             " update"
@@ -543,7 +550,11 @@ _ROWS = (
         jax="switch off clipping and noise; check each `custom_vjp`, buffers and casts",
         general=True,
         causes={
-            "between-passes": Remedy("change `.grad` once, after the window's last backward pass")
+            "between-passes": Remedy("change `.grad` once, after the window's last backward pass"),
+            "module-hook": Remedy(
+                "let the modules' backward hooks return None, or remove them: what a hook returns"
+                " replaces the gradient of every layer before it"
+            ),
         },
     ),
     _steps(
@@ -593,7 +604,15 @@ _ROWS = (
         "repeated-step",
         "a window is stepped several times, or a step comes right after a reset",
         "step once, where a window has been accumulated; look for a library that steps as well",
-        causes={"zeros": Remedy("step once per window, or reset to None, which optimizers skip")},
+        causes={
+            "zeros": Remedy("step once per window, or reset to None, which optimizers skip"),
+            "held-nothing": Remedy(
+                "step once, where a window has been accumulated; look for a library that steps as"
+                " well",
+                "update once per window, as `optax.MultiSteps` does: `optax.apply_every` hands the"
+                " optimizer zeros in between",
+            ),
+        },
     ),
     _steps(
         "wrong-step-count",

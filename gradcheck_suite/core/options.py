@@ -36,6 +36,8 @@ from gradcheck_suite.core.text import suggestion
 from gradcheck_suite.errors import UsageError
 
 _T = TypeVar("_T")
+NUMPY, XLA = EVALUATORS = "numpy", "xla"
+"""What evaluates JAX's derivatives."""
 
 
 # The values that an option takes.
@@ -399,6 +401,14 @@ class VerifyOptions(Options):
     )
     quiet_loop: bool = option(
         False, FLAG, "discard what the loops print", "--quiet-loop", in_project=True
+    )
+    jax: str = option(
+        NUMPY,
+        one_of(EVALUATORS),
+        "what evaluates JAX's derivatives: numpy, checked by XLA, or xla alone",
+        "--jax",
+        metavar="NAME",
+        in_project=True,
     )
     second_opinion_s: float = option(
         SECOND_OPINION_S,

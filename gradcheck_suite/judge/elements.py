@@ -116,6 +116,54 @@ def _means(expected: Array) -> Iterator[tuple[Array, str]]:
             yield np.broadcast_to(expected.mean(axis=over, keepdims=True), expected.shape), of
 
 
+MOST_SHIFTED = 4
+"""Elements by which a flat buffer of gradients may be off."""
+
+
+def shift_of(expected: Vector, observed: Vector, allowed: float) -> int | None:
+    """Return by how many elements a flat gradient is shifted, to the end if positive.
+
+    None where it is not, or where too few elements tell.
+    """
+    if np.abs(observed - expected).max(initial=0.0) <= allowed:
+        return None
+    for size in range(1, min(MOST_SHIFTED, len(expected) - 3) + 1):
+        for shift, due, seen in (
+            (size, expected[:-size], observed[size:]),
+            (-size, expected[size:], observed[:-size]),
+        ):
+            several = len(np.unique(due)) > 1
+            if (
+                several
+                and np.count_nonzero(np.abs(due) > allowed) > 2
+                and not off_by(seen, due, allowed)
+            ):
+                return shift
+    return None
+
+
+def off_by(one: Vector, other: Vector, allowed: float) -> bool:
+    """Return whether an element differs from its counterpart by more than is allowed."""
+    return bool((np.abs(one - other) > allowed).any())
+
+
+def shifted(comparison: Comparison) -> Diagnosis | None:
+    """Return the diagnosis of gradients that are shifted across parameters, or None."""
+    if not np.isfinite(comparison.observed).all():
+        return None
+    shift = shift_of(
+        comparison.expected, comparison.observed, float(comparison.allowed.max(initial=0.0))
+    )
+    if shift is None:
+        return None
+    return Diagnosis(
+        "misplaced-gradient",
+        f"the elements of all gradients, one parameter after the other, are shifted by {abs(shift)}"
+        f" to the {'end' if shift > 0 else 'start'}: a flat buffer is taken apart at other places"
+        " than it is filled",
+    )
+
+
 def mixed(comparison: Comparison, wrong: Sequence[str]) -> Diagnosis | None:
     """Return the diagnosis of gradients whose elements have moved to other parameters, or that are
     mixed; or None.
@@ -224,6 +272,8 @@ def diagnose_elements(
         parameters: (P,): the values of the parameters, where they are known.
     """
     wrong, right = wrong_and_right(comparison)
+    if wrong and (one := shifted(comparison)):
+        return one
     faults = {
         name: {one.name: one for one in _faults(comparison, name, by_weights.get(name))}
         for name in wrong

@@ -15,6 +15,7 @@ from gradcheck_suite.judge.elements import (
     combined_elements,
     diagnose_elements,
     projection,
+    shift_of,
     where_wrong,
     wrong_and_right,
     wrong_reduction,
@@ -138,7 +139,8 @@ def explain_weights(run: ProbeRun, step: int, runner: LoopRunner) -> Diagnosis:
     if found := explain_inputs(recorder, small_step, step):
         return found
     if weights is None:
-        return _means_of_parts(run, runner) or Diagnosis("unequal-items", run.unequal_text(step))
+        found = _means_of_parts(run, runner) or _shifted_items(probe, items, window)
+        return found or Diagnosis("unequal-items", run.unequal_text(step))
     # the gradient is proportional to the loss, so an unexplained factor is a `wrong-scale` all the
     # same
     both = diagnose(weights, [*others, *elsewhere])
@@ -251,6 +253,19 @@ def _lost_part(probe: WeightProbe, items: Vector, window: int) -> Diagnosis | No
         Diagnosis("projected-gradient", f"{what} has been subtracted from the gradient")
         if what
         else None
+    )
+
+
+def _shifted_items(probe: WeightProbe, items: Vector, window: int) -> Diagnosis | None:
+    """Return the diagnosis of a gradient whose elements stand at other items' places, or None."""
+    right = probe.right_weights(window)
+    shift = shift_of(right, items, probe.tolerance * float(np.abs(right).max()))
+    if shift is None:
+        return None
+    return Diagnosis(
+        "misplaced-gradient",
+        f"the elements of the gradient are shifted by {abs(shift)}: a flat buffer is taken apart at"
+        " other places than it is filled",
     )
 
 

@@ -356,8 +356,22 @@ def _ranks_tell(w: Weights) -> bool:
     return len(set(_ranks(w))) > 1 or _has_idle_rank(w)
 
 
+def _is_same_data(w: Weights) -> bool:
+    """Whether one rank's micro-batches are there once for each rank, and no other's, on all ranks."""
+    gone, rank = w.ratio == 0, _ranks(w)
+    there = w.ratio[~gone]
+    one = len(set(rank[~gone])) == 1 and len(set(rank)) == w.world_size
+    whole = one and not gone[rank == rank[~gone][0]].any()
+    return w.alike and whole and w.close(there, float(w.world_size))
+
+
 def _missing_ranks_text(w: Weights, wrong: Steps) -> str:
     gone, rank = w.ratio == 0, _ranks(w)
+    if all(map(_is_same_data, wrong)):
+        return (
+            f"the micro-batches of rank {rank[~gone][0]} are in the gradient {w.world_size} times,"
+            " and those of no other rank: every rank trains on the same data"
+        )
     shares = [
         f"{np.sum(~gone[rank == r])} of the {np.sum(rank == r)} of rank {r}"
         for r in sorted(set(rank))
@@ -943,7 +957,8 @@ def _predicates(steps: Steps, wrong: Steps, *, known_only: bool) -> Iterator[Wei
         lambda w: not any(w.counts[j] for j in w.unread.intersection(w.window)),
         _no_gradient_text,
     )
-    yield WeightPredicate("not-reduced", _missing_ranks, _ranks_tell, _missing_ranks_text)
+    same = ("same-data",) if all(map(_is_same_data, wrong)) else ()
+    yield WeightPredicate("not-reduced", _missing_ranks, _ranks_tell, _missing_ranks_text, same)
     yield WeightPredicate("rescaled-accumulator", _reduced_between, _falls, _rescaled_text)
     of_sum = ("sum",) if wrong[0].reduction == "sum" else ()
     yield WeightPredicate("mean-of-means", _plausible_means, _unequal, means_text, of_sum)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from gradcheck_suite.core.case import SMALL_SCALE
 from gradcheck_suite.core.comparison import Comparison, Vector
@@ -503,6 +507,54 @@ def run_with_finite_losses(runner: LoopRunner, instance: Instance) -> Outcome | 
         return value if value.isfinite() else value.nan_to_num()
 
     return runner.run(replace(instance, problem=replace(instance.problem, loss=loss)))
+
+
+# Whether a module's backward hook is what makes a gradient wrong.
+
+
+BACKWARD_HOOKS = (
+    "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+    "register_backward_hook",
+)
+
+
+@contextmanager
+def _no_backward_hooks() -> Iterator[None]:
+    """Let no module get a backward hook meanwhile."""
+
+    def refused(*_: Any, **__: Any) -> RemovableHandle:
+        return RemovableHandle(OrderedDict())
+
+    with ExitStack() as stack:
+        for name in BACKWARD_HOOKS:
+            stack.enter_context(mock.patch.object(torch.nn.Module, name, refused))
+        yield
+
+
+def explain_module_hooks(e: Evidence, hooked: Sequence[str]) -> Diagnosis | None:
+    """Return the diagnosis of a gradient that is right without the modules' backward hooks, or None.
+
+    Args:
+        e: what is known of the gradient.
+        hooked: the modules that have one.
+    """
+    # the hooks of ranks are registered in processes of their own
+    if not hooked or e.instance.case.plan.ranks:
+        return None
+    e.runner.runs_left += 1
+    with _no_backward_hooks():
+        rerun = e.gradient(e.runner.run(e.instance))
+    if rerun is None:
+        return None
+    off = np.abs(rerun - e.comparison.expected)
+    if not bool((off <= e.comparison.allowed).all()):
+        return None
+    text = (
+        f"the backward hooks of {listed([*hooked])} change what goes further backward: without"
+        " them the gradient is right"
+    )
+    return Diagnosis("not-linear", text, causes=("module-hook",))
 
 
 # Whether a loop hands its step the same gradient when it runs again on the same case.

@@ -232,6 +232,30 @@ def _dropped_text(run: HeldSteps) -> str:
     return f"no step has the gradient of {named}{' and others' if len(missing) > 3 else ''}"
 
 
+def _epochs_without_tail(run: HeldSteps) -> list[int]:
+    """Return the epochs that lack the steps of their short windows, where nothing else is wrong.
+
+    Empty otherwise.
+    """
+    found: list[int] = []
+    rest = run.held if run.tail else []
+    for epoch in range(run.plan.epochs):
+        if rest[: len(run.windows)] == run.windows:
+            rest = rest[len(run.windows) :]
+        elif rest[: len(run.whole)] == run.whole:
+            found.append(epoch)
+            rest = rest[len(run.whole) :]
+        else:
+            return []
+    return [] if rest else found
+
+
+def _dropped_tail_text(run: HeldSteps) -> str:
+    epochs = _epochs_without_tail(run)
+    some = f" in epoch {', '.join(map(str, epochs))} alone" if len(epochs) < run.plan.epochs else ""
+    return f"{_tail_text(run)}{some}: its items contribute to no step"
+
+
 def _tail_text(run: HeldSteps) -> str:
     if run.plan.ranks:
         k = run.plan.accumulation_steps
@@ -293,9 +317,9 @@ PREDICATES = (
     ),
     StepPredicate(
         "tail-dropped",
-        lambda run: bool(run.tail) and run.held == run.whole * run.plan.epochs,
+        lambda run: bool(_epochs_without_tail(run)),
         lambda run: bool(run.whole),
-        lambda run: f"{_tail_text(run)}: its items contribute to no step",
+        _dropped_tail_text,
         _of_short,
     ),
     StepPredicate(
@@ -312,7 +336,13 @@ PREDICATES = (
         lambda run: "it stepped once per micro-batch",
         lambda run: (len(run.turns) * run.plan.epochs,),
     ),
-    StepPredicate("repeated-step", _repeats, lambda run: True, _repeated_text),
+    StepPredicate(
+        "repeated-step",
+        _repeats,
+        lambda run: True,
+        _repeated_text,
+        causes=lambda run: ("held-nothing",) if not all(run.held) else (),
+    ),
     StepPredicate(
         "dropped-window",
         _is_part,

@@ -24,7 +24,8 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from gradcheck_suite.core.jax_equations import scan_parts
 from gradcheck_suite.port.pair import Array, first_of_author, is_float, is_number
-from gradcheck_suite.reference.programs import PROGRAMS, ProgramRequest
+from gradcheck_suite.reference.evaluation import ProgramRequest
+from gradcheck_suite.reference.programs import PROGRAMS
 
 LOW = (np.dtype("float32"), np.dtype("float16"), jnp.dtype("bfloat16"))
 DTYPES = ("new_dtype", "preferred_element_type", "dtype")

@@ -37,8 +37,6 @@ LEAST = 3
 by chance."""
 SPARE = 100
 """Changes that are run to the end on the evidence of numbers that both sides have."""
-FEW_CALLS = 150
-"""Calls of a program up to which so many changes are run to the end of each family."""
 CANDIDATES = 10_000
 """Candidates of one search. The zoo of ports needs up to 5,000."""
 FLAT = frozenset(
@@ -216,8 +214,6 @@ class Search:
         }
         best: Found | None = None
         for family, where in families:
-            if len(self.program.calls) <= FEW_CALLS:
-                self._spare = SPARE
             found = self._of_family(family, places[where])
             if found is not None and found.error <= self.close:
                 return found

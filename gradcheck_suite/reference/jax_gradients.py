@@ -26,7 +26,7 @@ from gradcheck_suite.catalogue.tables import (
 )
 from gradcheck_suite.core.case import Layer, Loss, ProblemSpec, Tie
 from gradcheck_suite.reference import programs
-from gradcheck_suite.reference.programs import ProgramRequest, to_numpy
+from gradcheck_suite.reference.evaluation import ProgramRequest
 
 ROWS = {None: 48, 1: 576, 0: 1920}
 """The smallest leading dimension of a program, by how many trailing axes its layer mixes (`LayerDefinition.axes`)."""
@@ -123,7 +123,7 @@ class _Leaf:
     def forward(self, windows: Windows, x: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], Any]:
         """Return the output, and the values that `backward` needs."""
         saved = self._params(windows), x, self._extras(windows)
-        y = np.asarray(self._run(saved, None)[0])
+        y = self._run(saved, None)[0]
         return self._unfold(y, len(x), self.size_out), saved
 
     def backward(
@@ -132,7 +132,7 @@ class _Leaf:
         """Add each window's gradients of the parameters; return the gradient of the input."""
         params, x, extras = saved
         if not params or len(windows.spans) == 1:
-            into_params, into_x = to_numpy(self._run(saved, cotangent)[1:])
+            into_params, into_x = self._run(saved, cotangent)[1:]
             self._add(into_params, windows, windows.gradients[0])
             return self._unfold(into_x, len(x), self.size_in)
         whole = np.zeros((len(x), *self.size_in), x.dtype)
@@ -143,7 +143,7 @@ class _Leaf:
                 pad_rows(x[span], rows),
                 {name: pad_rows(a[span], rows) for name, a in extras.items()},
             )
-            into_params, into_x = to_numpy(self._run(part, pad_zeros(cotangent[span], rows))[1:])
+            into_params, into_x = self._run(part, pad_zeros(cotangent[span], rows))[1:]
             self._add(into_params, windows, gradient)
             whole[span] = self._unfold(into_x, span.stop - span.start, self.size_in)
         return whole
@@ -171,9 +171,9 @@ class _Leaf:
         x = self._fold(x)
         request, zeros = self._request(rows, params, x, extras)
         if cotangent is None:
-            return programs.PROGRAMS.run(request, params, x, extras, zeros)
+            return programs.PROGRAMS.evaluate(request, params, x, extras, zeros, is_telling=False)
         cotangent = cotangent.reshape(-1, *self._shape(1)[1:])
-        return programs.PROGRAMS.run(request, params, x, extras, pad_zeros(cotangent, len(x)))
+        return programs.PROGRAMS.evaluate(request, params, x, extras, pad_zeros(cotangent, len(x)))
 
     def _request(
         self, rows: int, params: Arrays, x: npt.NDArray[Any], extras: Arrays
@@ -373,8 +373,9 @@ class Objective:
     ) -> tuple[list[float], npt.NDArray[Any]]:
         """Return each window's loss, and the gradient by the model's output, (rows, *size)."""
         request = self.request(windows, out.shape[1:])
-        found = programs.PROGRAMS.run(request, self._fold(out), self._targets(windows, out.ndim))
-        items, counts, into_out = to_numpy(found)
+        items, counts, into_out = programs.PROGRAMS.evaluate(
+            request, self._fold(out), self._targets(windows, out.ndim)
+        )
         if self.axes is not None:
             positions = out[0].size // (1 if self.axes == 0 else out.shape[class_axis(out)])
             items, counts = (
@@ -456,7 +457,7 @@ class StartedGradients:
             self._groups.append(Windows(values, batch, spans))
         for side_by_side in self._groups:
             requests = [leaf.request(side_by_side) for leaf in self._walk.leaves()]
-            programs.PROGRAMS.prepare(
+            programs.PROGRAMS.prepare_evaluations(
                 [*requests, self._objective.request(side_by_side, self._walk.size_out)]
             )
 

@@ -33,7 +33,10 @@ from gradcheck_suite.core.comparison import (
     worst_difference,
 )
 from gradcheck_suite.core.contract import Problem
+from gradcheck_suite.core.options import XLA
 from gradcheck_suite.core.text import error_text
+from gradcheck_suite.reference import programs
+from gradcheck_suite.reference.evaluation import evaluated_by, evaluator
 from gradcheck_suite.reference.jax_gradients import (
     StartedGradients,
     large_batch_gradients,
@@ -512,9 +515,15 @@ class Window:
             raise CannotJudgeError(f"the plain large batch fails in float64: {error}") from error
         self.reached = frozenset(name for name, g in gradients.items() if g is not None)
         self.torch = reference.flat(gradients)
-        self.float64_bound = Float64Bound(self, compute)
-        exact = instance.case.dtype == "float64"
-        self.bound: WindowBound = self.float64_bound if exact else LowPrecisionBound(self, compute)
+        self._compute, self._is_confirmed = compute, False
+        self._make_bounds()
+
+    def _make_bounds(self) -> None:
+        self.float64_bound = Float64Bound(self, self._compute)
+        exact = self.reference.instance.case.dtype == "float64"
+        self.bound: WindowBound = (
+            self.float64_bound if exact else LowPrecisionBound(self, self._compute)
+        )
 
     @property
     def moved(self) -> bool:
@@ -559,6 +568,29 @@ class Window:
         if not self.moved:
             return self.reference.jax[self.index]
         return self.reference.by_jax(self.values, [self.items])[0]
+
+    def confirm(self) -> bool:
+        """Let XLA compute JAX's gradient again where numpy did, before anything is said that rests
+        on it.
+
+        Return whether it did; `expected` and the bounds are those of XLA's gradient from then on.
+        """
+        if self._is_confirmed or evaluator() == XLA or self.jax is None:
+            return False
+        self._is_confirmed, by_numpy = True, self.jax
+        with evaluated_by(XLA):
+            self.jax = self.reference.by_jax(self.values, [self.items])[0]
+        self._make_bounds()
+        bound, layout = self.float64_bound, self.reference.layout
+        evidence = Comparison(layout, self.jax, by_numpy, bound.quick)
+        compared = compare_within(bound, evidence, accumulated=False)
+        if compared.ratio > 1:
+            programs.PROGRAMS.note_difference(
+                f"JAX's large-batch gradients as numpy and as XLA evaluate them of"
+                f" {_where(self, compared)}; no loop is to blame, and --jax xla has XLA alone"
+                " compute"
+            )
+        return True
 
     @property
     def expected(self) -> Vector:
@@ -644,20 +676,22 @@ def disagreement(window: Window, jax: Vector | None = None) -> str | None:
         window: the window whose gradients are compared.
         jax: (P,), JAX's gradient of a user's problem; a window of a generated one brings its own.
     """
-    jax = window.jax if jax is None else jax
-    if jax is None:
+    by_jax = window.jax if jax is None else jax
+    if by_jax is None:
         return None
     bound, layout = window.float64_bound, window.reference.layout
-    quickly = Comparison(layout, jax, window.torch, bound.quick)
+    quickly = Comparison(layout, by_jax, window.torch, bound.quick)
     if quickly.ratio <= 1:
         return None
     if text := _randomness(window):
         # a random gradient is no rounding error, and would widen the bound that it is held to
         return text
     compared = compare_within(bound, quickly, accumulated=False)
-    return (
-        None if compared.ratio <= 1 else _differing("large-batch gradients", window, compared, jax)
-    )
+    if compared.ratio <= 1:
+        return None
+    if jax is None and window.confirm():
+        return disagreement(window)
+    return _differing("large-batch gradients", window, compared, by_jax)
 
 
 def accumulation_fault(window: Window) -> str | None:
@@ -674,7 +708,11 @@ def accumulation_fault(window: Window) -> str | None:
     compared = compare_within(
         bound, Comparison(window.reference.layout, window.jax, accumulated, bound.quick)
     )
-    return None if compared.ratio <= 1 else _differing("gradients", window, compared, window.jax)
+    if compared.ratio <= 1:
+        return None
+    if window.confirm():
+        return accumulation_fault(window)
+    return _differing("gradients", window, compared, window.jax)
 
 
 def _differing(what: str, window: Window, compared: Comparison, jax: Vector) -> str:
@@ -910,11 +948,11 @@ class References:
     """
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str, int], Reference] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, int, str], Reference] = OrderedDict()
 
     def get(self, case: Case, problem: Problem | None) -> Reference:
         """Return the reference of a case."""
-        key = (case.digest, id(problem))
+        key = (case.digest, id(problem), evaluator())
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]

@@ -18,16 +18,27 @@ import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from threading import Lock
-from typing import Any, NamedTuple
+from threading import Lock, Thread, main_thread
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import serialize_executable
 from jaxlib import version as jaxlib_version
 
+from gradcheck_suite.core.options import NUMPY
+from gradcheck_suite.reference.evaluation import (
+    SMALL_PROGRAM,
+    ProgramRequest,
+    Tapes,
+    Tree,
+    collector_off,
+    evaluator,
+    shapes,
+)
 from gradcheck_suite.run.environment import (
     CACHE_VARIABLE,
     expect_cache_folder,
@@ -140,38 +151,6 @@ COMPILER_OPTIONS: Options = {
 _UNOPTIMISED: Any = {"xla_backend_optimization_level": 0}
 _UNKNOWN: set[str] = set()
 """Names of the options that this XLA does not have: that of jax 0.11 has no `xla_cpu_use_fusion_emitters`."""
-SMALL_PROGRAM = 12_000
-"""Number of elements of all arguments up to which a program is compiled without optimisation. Compilation then takes a
-quarter of the time, that of a convolution a seventh, and each call up to 0.2 ms more, a convolution 0.7 ms."""
-Tree = Any
-"""A numpy array, a JAX array or a shape, or a dict or tuple of trees."""
-
-
-class ProgramRequest(NamedTuple):
-    """What a program computes.
-
-    Attributes:
-        key: identifies function and shapes; its repr is the same in every process.
-        function: pure; traced only where there is no compiled program.
-        arguments: trees with the shapes and dtypes of the calls' arguments.
-    """
-
-    key: Hashable
-    function: Callable[..., Tree]
-    arguments: tuple[Tree, ...]
-
-    @classmethod
-    def of(cls, key: Hashable, function: Callable[..., Tree], *arguments: Tree) -> ProgramRequest:
-        """Return the request for a function on arguments like these, of which only the shapes are
-        kept.
-
-        Args:
-            key: identifies what `function` computes; its repr must be the same in every process.
-            function: pure.
-            arguments: trees of float64, integer or boolean numpy arrays.
-        """
-        structs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arguments)
-        return cls((key, _shapes(arguments)), function, structs)
 
 
 @cache
@@ -184,6 +163,19 @@ def device(platform: str = "cpu") -> jax.Device:
 def _pool(process: int) -> ThreadPoolExecutor:
     """Return the threads that compile; a fork of the process has none of them, and gets its own."""
     return ThreadPoolExecutor(os.cpu_count())
+
+
+@dataclass(frozen=True)
+class ProgramChecks:
+    """What XLA says of the programs that numpy has evaluated in a process.
+
+    Attributes:
+        programs: number of programs of which XLA has computed a call too.
+        differences: what it computes otherwise, in words.
+    """
+
+    programs: int
+    differences: tuple[str, ...]
 
 
 class Programs:
@@ -199,6 +191,79 @@ class Programs:
         self._counting = Lock()
         self.compiled = 0
         self.loaded = 0
+        self._tapes = Tapes(maximum)
+        self._checking: Thread | None = None
+        self._failure: Exception | None = None
+
+    def evaluate(self, request: ProgramRequest, *arguments: Tree, is_telling: bool = True) -> Tree:
+        """Run a program on trees of numpy arrays by whoever evaluates JAX's derivatives.
+
+        Return a tree of numpy arrays, which may be views of the arguments.
+
+        Args:
+            request: the program.
+            arguments: trees of numpy arrays.
+            is_telling: whether an error of the program would show in this call.
+        """
+        program = self._tapes.program(request) if self._is_numpys else None
+        if program is None:
+            return to_numpy(self.run(request, *arguments))
+        self._tapes.keep_sample(request, program, arguments, is_telling=is_telling)
+        return program.tree(program.results(arguments))
+
+    def prepare_evaluations(self, requests: Iterable[ProgramRequest]) -> None:
+        """Start to load or compile those programs that XLA evaluates."""
+        self.prepare(
+            request
+            for request in requests
+            if not self._is_numpys or self._tapes.is_left_to_xla(request)
+        )
+
+    @property
+    def _is_numpys(self) -> bool:
+        return self._platform == "cpu" and evaluator() == NUMPY
+
+    def check_beside(self) -> None:
+        """Let XLA compute a call of each program that numpy evaluates, in another thread.
+
+        XLA releases Python's lock while it compiles.
+        """
+        if self._checking is not None and self._checking.is_alive():
+            return
+
+        def check() -> None:
+            try:
+                # a process that ends waits for one program, not for all
+                while self._tapes.waiting and main_thread().is_alive():
+                    self._tapes.check_one(by_xla.run)
+            except Exception as error:
+                self._failure = error
+
+        by_xla = Programs(maximum=self._maximum, platform=self._platform)
+        self._checking = Thread(target=check, name="XLA checks numpy")
+        self._checking.start()
+
+    def finish_checks(self, show: Callable[[int], None] = lambda _: None) -> ProgramChecks:
+        """Let XLA compute a call of each program that numpy has evaluated, and has not checked yet.
+
+        Args:
+            show: called with the number of programs that are left.
+        """
+        while self._tapes.waiting or (self._checking is not None and self._checking.is_alive()):
+            self.check_beside()
+            assert self._checking is not None
+            show(self._tapes.waiting)
+            self._checking.join(0.1)
+            if self._failure is not None:
+                raise self._failure
+        differences = filter(None, (self._tapes.of_gradient, *self._tapes.differences))
+        return ProgramChecks(self._tapes.checked, tuple(differences))
+
+    def note_difference(self, text: str) -> None:
+        """Note a difference between numpy and XLA in a whole gradient: the first one alone, since
+        one program may be in hundreds.
+        """
+        self._tapes.of_gradient = self._tapes.of_gradient or text
 
     def call(
         self, key: Hashable, function: Callable[..., Tree], *arguments: Tree, store: bool = True
@@ -212,7 +277,7 @@ class Programs:
             arguments: trees of float64, integer or boolean numpy arrays.
             store: whether to keep the program on disk.
         """
-        request = ProgramRequest((key, _shapes(arguments)), function, arguments)
+        request = ProgramRequest((key, shapes(arguments)), function, arguments)
         return to_numpy(self.run(request, *arguments, store=store))
 
     def run(
@@ -299,15 +364,16 @@ class Programs:
         Return a function that compiles and stores it, in any thread.
         """
         sharding = jax.sharding.SingleDeviceSharding(device(self._platform))
-        shapes = jax.tree.map(
+        structs = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), request.arguments
         )
         with self._counting:
             self.compiled += 1
-        lowered = jax.jit(request.function).lower(*shapes)
+        with collector_off():
+            lowered = jax.jit(request.function).lower(*structs)
         options: Options | None = None
         if self._platform == "cpu":
-            size = 0 if once else sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+            size = 0 if once else sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(structs))
             options = {**COMPILER_OPTIONS, **(_UNOPTIMISED if size <= SMALL_PROGRAM else {})}
         return partial(_compile, lowered, options, path)
 
@@ -342,17 +408,6 @@ def _is_incomplete(compiled: jax.stages.Compiled) -> bool:
     """
     caches = bool(jax.config.jax_compilation_cache_dir)  # type: ignore[attr-defined]  # declared at run time
     return caches or "custom-call" in (compiled.as_text() or "custom-call")
-
-
-# `jax.tree` takes ten times as long, and these two run for every layer of every case
-
-
-def _shapes(tree: Tree) -> Hashable:
-    if type(tree) is dict:
-        return tuple([(name, _shapes(tree[name])) for name in sorted(tree)])
-    if type(tree) is tuple:
-        return tuple([_shapes(branch) for branch in tree])
-    return tree.shape, tree.dtype.str
 
 
 def to_numpy(tree: Tree) -> Tree:

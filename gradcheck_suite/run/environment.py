@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from gradcheck_suite.errors import CannotRunHere, UsageError
+from gradcheck_suite.run.dynamo import put_off_dynamo
 
 
 def is_own(path: Path) -> bool:
@@ -213,6 +214,7 @@ def set_precision() -> None:
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     jax.config.update("jax_default_matmul_precision", "highest")
     jax.config.update("jax_enable_x64", True)
+    put_off_dynamo(torch.optim.Optimizer)
 
 
 def processes() -> int:

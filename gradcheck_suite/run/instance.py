@@ -99,6 +99,7 @@ class AutocastRecorder:
 
     Attributes:
         compute: the autocast dtype of the calls so far; the coarsest one if they differ.
+        raised: the exceptions of the calls so far, a line for each.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class AutocastRecorder:
     ) -> None:
         self._loss, self._device = loss, device.type
         self.compute: Compute = None
+        self.raised: list[str] = []
 
     def __call__(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """Return the loss."""
@@ -113,7 +115,11 @@ class AutocastRecorder:
             self.compute = coarsest(
                 self.compute, str(torch.get_autocast_dtype(self._device)).removeprefix("torch.")
             )
-        return self._loss(model, batch)
+        try:
+            return self._loss(model, batch)
+        except Exception as error:
+            self.raised.append(" ".join(f"{type(error).__name__}: {error}".split()))
+            raise
 
 
 def coarsest(*names: Compute) -> Compute:

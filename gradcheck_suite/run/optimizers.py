@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -73,6 +74,28 @@ class NormalizedSGD(torch.optim.Optimizer):
                 state["momentum_buffer"] = direction
                 p.sub_(group["lr"] * direction)
         return loss
+
+
+_STEP_OF_SGD: Callable[..., Any] = inspect.unwrap(torch.optim.SGD.step)
+
+
+class _SGD(torch.optim.SGD):
+    """torch's SGD, whose step asks nothing of Dynamo.
+
+    The decorator of torch's step imports `torch._dynamo`, to break the graph where a step is
+    compiled (torch/optim/optimizer.py), which takes a second. The step itself is torch's own.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Do as torch's SGD does."""
+        return _STEP_OF_SGD(self, closure)
+
+
+def _made(make: MakeOptimizer, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the optimizer of a factory; SGD, which every verification needs, without Dynamo."""
+    made = make(parameters)
+    return _SGD(parameters, **made.defaults) if type(made) is torch.optim.SGD else made
 
 
 _Factory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -163,7 +186,7 @@ def optimizer_of(
     if name is None:
         return in_groups(NoOpOptimizer(parameters), groups)
     _expect_trainable(checked_optimizer(name), model)
-    return in_groups(OPTIMIZERS[name](parameters), groups)
+    return in_groups(_made(OPTIMIZERS[name], parameters), groups)
 
 
 # Stand-alone scripts copy the functions from here on, which therefore need torch alone. A step that
@@ -356,7 +379,7 @@ def stepped(
     """
     first = observation.evaluations[0].parameters
     parameters = {name: torch.nn.Parameter(first[name].clone()) for name in observation.gradients}
-    optimizer = make_optimizer(list(parameters.values()))
+    optimizer = _made(make_optimizer, list(parameters.values()))
     optimizer.param_groups = [
         {**copied(settings), "params": [parameters[name] for name in names]}
         for settings, names in zip(observation.settings, observation.groups, strict=True)

@@ -172,6 +172,8 @@ class Outcome:
         process: what the loop, or its module when it was imported, changed of torch for the whole
             process.
         compute: the autocast dtype of its losses, or None.
+        swallowed: the exceptions of its losses after which the loop went on, a line for each.
+        hooked: the modules of its model that have a backward hook.
         refused: the message of a `CannotRunHere` with which the loop declined to train this, or
             None.
         scheduler_steps: number of steps in each epoch, one for each learning rate scheduler. An
@@ -199,6 +201,8 @@ class Outcome:
     structure: str | None = None
     process: tuple[str, ...] = ()
     compute: Compute = None
+    swallowed: tuple[str, ...] = ()
+    hooked: tuple[str, ...] = ()
     refused: str | None = None
     scheduler_steps: tuple[dict[int, int], ...] = ()
     skipped: tuple[int, ...] = ()
@@ -320,12 +324,27 @@ def run_loop(
         structure=_changes(run.model, before, observer),
         process=(*BY_IMPORT.get(getattr(loop, "__module__", None) or "", ()), *changed),
         compute=run.loss.compute if isinstance(run.loss, AutocastRecorder) else None,
+        swallowed=(
+            tuple(run.loss.raised)
+            if isinstance(run.loss, AutocastRecorder) and ending["raised"] is None
+            else ()
+        ),
+        hooked=_hooked(run.model),
         scheduler_steps=tuple(map(dict, calls.schedulers.values())),
         skipped=tuple(calls.skipped),
         scaler_calls=tuple(
             (method, dict(counts)) for (method, *_), counts in calls.scalers.items()
         ),
         **ending,
+    )
+
+
+def _hooked(model: torch.nn.Module) -> tuple[str, ...]:
+    """Return the names of the modules that have a hook which may change what goes backward."""
+    return tuple(
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        if module._backward_hooks or module._backward_pre_hooks
     )
 
 

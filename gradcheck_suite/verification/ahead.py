@@ -11,17 +11,20 @@ import gc
 import os
 import time
 from collections import deque
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-import torch
-
 from gradcheck_suite.core.case import Case
 from gradcheck_suite.core.contract import Loop, Problem
+from gradcheck_suite.core.options import NUMPY
 from gradcheck_suite.core.results import Verdict
 from gradcheck_suite.judge.reruns import LoopRunner
+from gradcheck_suite.reference import programs
+from gradcheck_suite.reference.evaluation import evaluated_by, evaluator
 from gradcheck_suite.reference.large_batch import REFERENCES
+from gradcheck_suite.reference.programs import ProgramChecks
 from gradcheck_suite.run import environment
 from gradcheck_suite.run.instance import Instance, generated_instance, one_thread
 from gradcheck_suite.run.processes import end_with_parent
@@ -39,11 +42,24 @@ class Run:
         case: what the loop was run on.
         outcome: what it did.
         terms: what it is judged by.
+        evaluator: what evaluates JAX's derivatives.
     """
 
     case: Case
     outcome: Outcome
     terms: Terms
+    evaluator: str = NUMPY
+
+
+@dataclass(frozen=True)
+class CheckPrograms:
+    """Asks for XLA's check of the programs that numpy has evaluated in the second process.
+
+    Attributes:
+        ends: whether to answer when all are checked; else they are checked beside what follows.
+    """
+
+    ends: bool
 
 
 Answer = Verdict | None
@@ -70,7 +86,8 @@ def answer_to(run: Run) -> Answer:
         return _WithoutLoop(_no_loop, assumes=run.terms.assumes, rank=rank, alike=alike)
 
     try:
-        verdict = check_run(lambda _: [run.outcome], run.case, run.terms, runner)
+        with evaluated_by(run.evaluator):
+            verdict = check_run(lambda _: [run.outcome], run.case, run.terms, runner)
     except Exception:
         return None  # the parent meets it too, and reports it
     return None if verdict.violation or verdict.finding else verdict
@@ -83,11 +100,10 @@ def main(connection: Connection) -> None:
         connection: the connection to the parent.
     """
     end_with_parent(connection)
-    waiting, number = deque[tuple[int, Run]](), 0
+    waiting, number = deque[tuple[int, Run | CheckPrograms]](), 0
     try:
         environment.prepare()
         with one_thread(), suppress(EOFError, OSError):
-            torch.optim.SGD([torch.zeros(1)])  # imports `torch._dynamo`, which takes a second
             gc.freeze()
             connection.send_bytes(str(os.getpid()).encode())
             while True:
@@ -97,16 +113,74 @@ def main(connection: Connection) -> None:
                         continue
                     number += 1
                     waiting.append((number, unpacked(message)))
-                    # other threads load or compile the programs of JAX that judge it
-                    with suppress(
-                        Exception
-                    ):  # a case that cannot be built is reported where its turn comes
-                        REFERENCES.prepare(waiting[-1][1].case)
-                first, run = waiting.popleft()
-                connection.send_bytes(first.to_bytes(NUMBER) + packed(answer_to(run)))
+                    _prepare(waiting[-1][1])
+                first, asked = waiting.popleft()
+                if isinstance(asked, Run):
+                    connection.send_bytes(first.to_bytes(NUMBER) + packed(answer_to(asked)))
+                elif asked.ends:
+                    checks = programs.PROGRAMS.finish_checks()
+                    connection.send_bytes(first.to_bytes(NUMBER) + packed(checks))
+                else:
+                    programs.PROGRAMS.check_beside()
     finally:
         # unloading torch and jax in order takes a second
         os._exit(0)
+
+
+def _prepare(asked: Run | CheckPrograms) -> None:
+    """Let other threads load or compile the programs of JAX that judge a run."""
+    if isinstance(asked, Run):
+        # a case that cannot be built is reported where its turn comes
+        with suppress(Exception), evaluated_by(asked.evaluator):
+            REFERENCES.prepare(asked.case)
+
+
+def check_programs_beside() -> None:
+    """Let XLA check the programs that numpy has evaluated, here and in the second process, beside
+    what follows.
+    """
+    if judge := running_judge():
+        judge.send(packed(CheckPrograms(ends=False)))
+    programs.PROGRAMS.check_beside()
+
+
+def checked_programs(show: Callable[[int], None] = lambda _: None) -> ProgramChecks:
+    """Wait until XLA has checked every program that numpy has evaluated, here and in the second
+    process.
+
+    Args:
+        show: called with the number of programs of this process that are left.
+    """
+    judge = running_judge()
+    number = judge.send(packed(CheckPrograms(ends=True))) if judge else 0
+    own = programs.PROGRAMS.finish_checks(show)
+    answer = judge.answer(number) if judge and number else None
+    if answer is None:
+        return own
+    other: ProgramChecks = unpacked(answer)
+    differences = dict.fromkeys((*own.differences, *other.differences))
+    return ProgramChecks(own.programs + other.programs, tuple(differences))
+
+
+_left_to_caller = False
+
+
+@contextmanager
+def caller_checks_programs() -> Iterator[None]:
+    """Let `verify` return before XLA has checked what numpy has evaluated: who calls it checks all,
+    beside the next loop and after the last one.
+    """
+    global _left_to_caller
+    before, _left_to_caller = _left_to_caller, True
+    try:
+        yield
+    finally:
+        _left_to_caller = before
+
+
+def differences_of_programs() -> tuple[str, ...]:
+    """Return what XLA computes otherwise than numpy, unless the caller of `verify` asks for it."""
+    return () if _left_to_caller else checked_programs().differences
 
 
 SLOW_S = 0.1
@@ -170,7 +244,7 @@ class Ahead:
             outcome = run_loop(
                 self._loop, generated_instance(case), time_limit_s=self._time_limit_s
             )
-            message = packed(Run(case, outcome, self._terms))
+            message = packed(Run(case, outcome, self._terms, evaluator()))
         except Exception:
             # a case that cannot be built, or settings that no other process can have: told where
             # the turn comes

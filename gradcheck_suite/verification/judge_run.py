@@ -28,7 +28,7 @@ from gradcheck_suite.core.results import Verdict, Violation, ViolationKind
 from gradcheck_suite.judge.fitted_weights import diagnose_case
 from gradcheck_suite.judge.gradient import explain_gradient, explain_missing, explain_probe
 from gradcheck_suite.judge.probe import expected_gradients, gradients_of_steps
-from gradcheck_suite.judge.reruns import Evidence, LoopRunner
+from gradcheck_suite.judge.reruns import Evidence, LoopRunner, explain_module_hooks
 from gradcheck_suite.judge.sizes import NOT_IN_GRADIENT, is_linear
 from gradcheck_suite.judge.steps import explain_steps, step_pattern
 from gradcheck_suite.judge.weights import Diagnosis, missing_gradient, none_and_not_zeros
@@ -497,6 +497,8 @@ class RunJudge:
         """
         parameters = self.outcome.observations[taken - 1].after if taken else None
         found = self.reference.window(window, parameters, self.autocast)
+        if self.runner and np.isfinite(found.expected).all():
+            found.confirm()  # that the loop has no reason to skip it is part of a verdict
         return not np.isfinite(found.expected).all() or found.bound.is_out_of_range()
 
     def _of_step_count(self) -> Violation:
@@ -580,6 +582,9 @@ class RunJudge:
             if moved and not np.isfinite(window.expected).all() and is_far(reference, evaluation):
                 return NOT_FINITE
             comparison = window.compare(seen, roughly=runner is None)
+            # while a case shrinks nothing is said
+            if comparison.ratio > 1 and runner is not None and window.confirm():
+                comparison = window.compare(seen)
             # at the initial parameters `check_run` asks JAX, of all windows at once
             finding = disagreement(window) if moved else None
             if finding is None and comparison.ratio > 1:
@@ -647,7 +652,7 @@ class RunJudge:
                 duplicates = is_linear(comparison.observed, e.small)
                 e.runner.runs_left += 1
             if e and known is None:
-                known = explain_gradient(e)
+                known = explain_module_hooks(e, self.outcome.hooked) or explain_gradient(e)
             if known is None and not window.moved and case.dtype == "float64":
                 # what the gradient alone determines, without a further run of the loop
                 known = diagnose_case(window, comparison, epoch, alike=self.outcome.alike)
@@ -701,7 +706,11 @@ class RunJudge:
         return Violation("parameters", named.name, self._explanation(named), self.case)
 
     def _explanation(self, named: Diagnosis) -> str:
-        return named.explanation(jax=self.trajectory.jax)
+        explanation, swallowed = named.explanation(jax=self.trajectory.jax), self.outcome.swallowed
+        if not swallowed or not named.name:
+            return explanation
+        times = "once" if len(swallowed) == 1 else f"{len(swallowed)} times"
+        return noted(explanation, f"the loss raised {times}, and the loop went on: {swallowed[0]}")
 
     def _on_probe(self) -> tuple[Violation | None, float]:
         """Return the violation of a loop on a weight probe, and the largest error over bound where
@@ -751,7 +760,8 @@ class RunJudge:
             kind = "none-pattern"
             named = missing_gradient(PARAMETER) if finite.all() else NOT_IN_GRADIENT
         else:
-            named = explain_probe(e, steps) if e else UNNAMED
+            hooks = explain_module_hooks(e, self.outcome.hooked) if e else None
+            named = hooks or (explain_probe(e, steps) if e else UNNAMED)
         if e:
             named = e.confirmed(named)
         return self._violation(kind, named, comparison, (PARAMETER, epoch, window))

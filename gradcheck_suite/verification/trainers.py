@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from gradcheck_suite.core.case import Plan
 from gradcheck_suite.core.contract import Problem
+from gradcheck_suite.core.options import NUMPY
 from gradcheck_suite.core.results import Result, Verdict
 from gradcheck_suite.core.text import cut_text
 from gradcheck_suite.errors import CannotRunHere
@@ -82,6 +83,7 @@ def ask(
     seed: int = 0,
     problem: Problem | None = None,
     progress: Callable[[Verdict], None] | None = None,
+    jax: str = NUMPY,
 ) -> Answer:
     """Ask a trainer one question.
 
@@ -94,6 +96,7 @@ def ask(
         seed: the seed of the cases.
         problem: the problem to train in place of the one that the question names.
         progress: called with every verdict.
+        jax: what evaluates JAX's derivatives.
     """
     small = plans(max_windows=2, max_accumulation_steps=MAX_SIZE, max_items=MAX_SIZE)
     try:
@@ -110,6 +113,7 @@ def ask(
                 seed_value=seed,
                 progress=progress,
                 quiet=True,
+                jax=jax,
             )
     except CannotRunHere as error:
         return Answer(trainer, question, None, str(error))

@@ -29,15 +29,17 @@ from gradcheck_suite.core.contract import (
     expect_within,
     is_jax,
 )
-from gradcheck_suite.core.options import ChosenOptions, VerifyOptions, takes
+from gradcheck_suite.core.options import XLA, ChosenOptions, VerifyOptions, takes
 from gradcheck_suite.core.results import MovedByZeros, Result, result_lines
 from gradcheck_suite.core.source_lines import judged_lines, loop_places
 from gradcheck_suite.core.text import say
 from gradcheck_suite.errors import UsageError
+from gradcheck_suite.reference.evaluation import evaluated_by
 from gradcheck_suite.run.instance import Instance, instance_of, one_thread
 from gradcheck_suite.run.ranks import PLAIN, kept_ranks, traffic_per_window, traffic_text
 from gradcheck_suite.run.runner import quiet_loops
 from gradcheck_suite.strategies.cases import SOMETIMES_MOVING, cases, expect_layers_left
+from gradcheck_suite.verification.ahead import differences_of_programs
 from gradcheck_suite.verification.check import of_torch
 from gradcheck_suite.verification.search import Progress, Search, StopError
 
@@ -105,12 +107,20 @@ def verify(
     search = Search(loop, problem, options, progress, autocast, chosen)
     started = time.perf_counter()
     opinion, interrupted, traffic = None, False, None
+    checked: tuple[str, ...] = ()
     try:
-        with _threads(problem), _frozen_heap(), kept_ranks(), quiet_loops(options.quiet_loop):
+        with (
+            evaluated_by(options.jax),
+            _threads(problem),
+            _frozen_heap(),
+            kept_ranks(),
+            quiet_loops(options.quiet_loop),
+        ):
             _search(loop, search, options, chosen, None if problem is None else problem_name, plan)
             if options.ranks > 1 and search.violation is None:
                 traffic = _traffic(loop, options, problem, problem_name)
         opinion = _opinion(loop, search, problem, options.second_opinion_s)
+        checked = () if options.jax == XLA else differences_of_programs()
     except KeyboardInterrupt:
         interrupted = True  # the verdicts so far stand
     except StopError as stop:
@@ -122,7 +132,7 @@ def verify(
             found_after=search.found_after,
             **loop_places(loop, violation),
         )
-    findings = (*search.findings, *(opinion.findings if opinion else ()))
+    findings = (*search.findings, *(opinion.findings if opinion else ()), *checked)
     moving = search.moved_by_zeros
     result = Result(
         loop=name or str(getattr(loop, "__name__", repr(loop))),

@@ -15,7 +15,7 @@ import torch
 from gradcheck_suite.core.case import Case, Input, Layer, Loss, Plan, ProblemSpec
 from gradcheck_suite.core.contract import Loop, Problem, is_jax
 from gradcheck_suite.core.faults import names_of
-from gradcheck_suite.core.options import VerifyOptions
+from gradcheck_suite.core.options import XLA, VerifyOptions
 from gradcheck_suite.core.results import Result, Verdict, Violation
 from gradcheck_suite.loops.reset_modes import plain
 from gradcheck_suite.reference.large_batch import REFERENCES, CannotJudgeError, Reference
@@ -243,7 +243,12 @@ def run_bug(bug: Bug, seeds: Iterable[int], *, examples: int, dtype: str | None 
 
     for seed in seeds:
         options = VerifyOptions(
-            examples=examples, seed=seed, dtype=dtype or own, assumes=bug.assumes, ranks=bug.ranks
+            jax=XLA,
+            examples=examples,
+            seed=seed,
+            dtype=dtype or own,
+            assumes=bug.assumes,
+            ranks=bug.ranks,
         )
         result = _verify(bug, options, note)
         runs.append(result)

@@ -6,10 +6,18 @@ import sys
 
 import pytest
 
-from gradcheck_suite.cli.loading import libraries_of, resolve_loop, resolve_problem
+from gradcheck_suite.cli.loading import (
+    expect_found,
+    libraries_of,
+    resolve_loop,
+    resolve_problem,
+)
 from gradcheck_suite.core.contract import Problem
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.loops import reset_modes
+from gradcheck_suite.loops.jax_modes import JAX_MODES
+from gradcheck_suite.loops.names import NAMES
+from gradcheck_suite.loops.ranks import RANK_LOOPS
 from gradcheck_suite.loops.reset_modes import BUILT_IN
 
 
@@ -329,3 +337,32 @@ def test_libraries_are_found_in_the_file_and_in_those_beside_it(folder):
 @pytest.mark.parametrize("loop", [BUILT_IN["plain"], print, len])
 def test_what_is_no_users_file_imports_nothing(loop):
     assert libraries_of(loop) == ()
+
+
+def test_the_names_of_the_built_in_loops_are_known_without_torch():
+    assert [*NAMES] == [*BUILT_IN, *JAX_MODES, *RANK_LOOPS]
+
+
+FOUND = [
+    "def train(run): ...",
+    "class train:\n    def __init__(self, run): ...",
+    "class train(Base): ...",
+    "train = make()",
+    "from elsewhere import train",
+    "from elsewhere import *",
+    "globals()['tr' + 'ain'] = make()",
+    "if fast:\n    def train(run): ...",
+]
+
+
+@pytest.mark.parametrize("text", FOUND)
+def test_what_a_file_may_define_is_left_to_its_import(text, tmp_path):
+    (tmp_path / "mine.py").write_text(text)
+    expect_found(f"{tmp_path / 'mine.py'}:train", is_loop=True)
+
+
+@pytest.mark.parametrize("text", ["class train: ...", "def others(run): ..."])
+def test_what_a_file_cannot_define_is_refused_without_its_import(text, tmp_path):
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(UsageError):
+        expect_found(f"{tmp_path / 'mine.py'}:train", is_loop=True)

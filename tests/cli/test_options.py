@@ -71,6 +71,7 @@ ROWS = [
     ),
     (VerifyOptions, "time_limit_s", 2.5, ("0", "nan", "inf", "x", 0, math.inf, True), SECONDS),
     (VerifyOptions, "quiet_loop", True, (1, None), BOOLEAN),
+    (VerifyOptions, "jax", "xla", ("XLA", "torch", None, 1), "expected one of numpy, xla; got {}"),
     (
         VerifyOptions,
         "second_opinion_s",

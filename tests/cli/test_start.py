@@ -34,6 +34,12 @@ BOTH = ("torch", "jax")
 
 SLIPS = [
     (["verify", "mien.py:train"], "mien.py: no such file (did you mean 'mine.py'?)"),
+    (["verify", "mine.py:trian"], "mine.py has no 'trian' (did you mean 'train'?); it defines"),
+    (["verify", "mine.py:Loop"], "mine.py:Loop is a class: expected a function of one argument"),
+    (["verify", "zero"], "no built-in loop is called 'zero' (did you mean 'zero_'?)"),
+    (["verify", "folder"], "folder is a folder: expected FILE.py:NAME"),
+    (["verify", "folder:train"], "folder is a folder: expected a Python file in it"),
+    (["verify", "zero_", "--problem", "mine.py:PROBLEM"], "mine.py has no 'PROBLEM'"),
     (["replay", "case.json", "mine.py:trian"], "cannot read case.json (No such file or directory)"),
     (
         ["audit", "folder"],
@@ -49,7 +55,7 @@ SLIPS = [
 
 @pytest.mark.parametrize(("arguments", "said"), SLIPS)
 def test_a_slip_is_said_in_one_line_before_torch_and_jax_are_imported(tmp_path, arguments, said):
-    (tmp_path / "mine.py").write_text("")
+    (tmp_path / "mine.py").write_text("class Loop: ...\n\ndef train(run): ...\n")
     (tmp_path / "run.ipynb").write_text("{}")
     (tmp_path / "folder").mkdir()
     done = without(BOTH, *arguments, cwd=tmp_path)

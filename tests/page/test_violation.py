@@ -29,10 +29,10 @@ def test_a_stored_violation_has_its_split_its_plots_and_its_script(tmp_path):
     ]
     weights, elements = page.figures  # the bias is right
     assert [row["weight"] for row in weights.spec["data"]["values"]] == [
-        0.25,
         0.5,
         0.25,
         pytest.approx(1 / 6),
+        0.25,
     ]
     assert elements.caption == "0.weight: 2 of 6 elements differ by more than rounding allows."
     assert dict(page.facts)["error"] == "5, where rounding allows 1e-14"

@@ -191,3 +191,46 @@ def test_a_detach_of_the_author_is_none_of_autograd(stopped, verdict):
 
     torch.manual_seed(0)
     assert judged(pair_of(Detached(3, 2), apply, (X,))).verdict == verdict
+
+
+def misspelt(search: Any, place: int) -> Any:
+    yield from search.no_such_attribute
+
+
+def test_a_mistake_of_ours_in_a_search_is_said_and_the_others_are_tried(monkeypatch):
+    monkeypatch.setattr(judging, "FAMILIES", ((misspelt, "order"), *judging.FAMILIES))
+    torch.manual_seed(0)
+    apply = lambda p, x: x @ p["weight"].T - p["bias"]  # noqa: E731 - one use
+    result = judged(pair_of(nn.Linear(3, 2), apply, (X,)))
+    assert [f.cause for f in result.differences] == ["sign"]
+    assert any("could not be tried: AttributeError" in note for note in result.notes)
+
+
+def test_statistics_of_layers_that_differ_alike_are_one_finding():
+    class Layers(nn.Module):
+        """Two batch norms."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(torch.tanh(self.a(x)))
+
+    def apply(p: Any, x: Any) -> Any:
+        after = {}
+        for name in ("a", "b"):
+            mean, var = x.mean(0), x.var(0)
+            new = {"running_mean": mean, "running_var": var * len(x) / (len(x) - 1)}
+            for key, value in new.items():
+                after[f"{name}.{key}"] = 0.1 * p[f"{name}.{key}"] + 0.9 * value
+            x = (x - mean) / jnp.sqrt(var + 1e-5) * p[f"{name}.weight"] + p[f"{name}.bias"]
+            x = jnp.tanh(x) if name == "a" else x
+        return x, after
+
+    torch.manual_seed(0)
+    result = judged(pair_of(Layers(), apply, (X,), train=True, sizes="given"))
+    by_cause = {(f.kind, f.cause) for f in result.differences}
+    assert by_cause == {("state", "momentum-convention")}
+    assert [f.place for f in result.differences] == ["a"]
+    assert "b.running_mean" in result.differences[0].words

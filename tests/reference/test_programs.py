@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from gradcheck_suite.reference import programs
-from gradcheck_suite.reference.programs import ProgramRequest, Programs
+from gradcheck_suite.reference.evaluation import ProgramRequest
+from gradcheck_suite.reference.programs import Programs
 from gradcheck_suite.run.environment import cache_directory
 
 X = np.arange(3.0)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec
+from gradcheck_suite.reference.evaluation import evaluated_by
 from gradcheck_suite.reference.large_batch import (
     CannotJudgeError,
     Reference,
@@ -98,6 +99,13 @@ def test_what_is_not_reached_is_zero_and_vectors_follow_the_layout():
         2,
         4,
     ]
+
+
+@pytest.fixture(autouse=True)
+def _by_xla():
+    """What a test plants as JAX's gradient is XLA's: numpy's would be computed again."""
+    with evaluated_by("xla"):
+        yield
 
 
 def test_models_are_at_the_parameters_asked_for():

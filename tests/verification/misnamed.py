@@ -154,6 +154,100 @@ def keeps_what_is_not_finite(run: TrainingRun) -> None:
             run.optimizer.zero_grad()
 
 
+@_right("misplaced-gradient")
+def shifts_a_flat_buffer(run: TrainingRun) -> None:
+    """All gradients are copied to a flat buffer, and read back one element late."""
+    for window in windows(run):
+        run.optimizer.zero_grad()
+        total = window_count(run, window)
+        for batch in window:
+            part_of_window(run, batch, total).backward()
+        trained = [p for p in run.model.parameters() if p.requires_grad]
+        found = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in trained]
+        flat = torch.cat([gradient.reshape(-1) for gradient in found])
+        flat, first = torch.cat([flat.new_zeros(1), flat[:-1]]), 0
+        for p in trained:
+            p.grad = flat[first : first + p.numel()].reshape(p.shape).clone()
+            first += p.numel()
+        run.optimizer.step()
+
+
+def _trains(run: TrainingRun, sent: Callable[[int, Any], bool] = lambda epoch, window: True):
+    for epoch in range(run.epochs):
+        batches, k = list(run.loader), run.accumulation_steps
+        for first in range(0, len(batches), k):
+            window = batches[first : first + k]
+            if not sent(epoch, window):
+                continue
+            run.optimizer.zero_grad()
+            total = window_count(run, window)
+            for batch in window:
+                part_of_window(run, batch, total).backward()
+            run.optimizer.step()
+
+
+@_right("tail-dropped")
+def drops_the_tail_of_the_first_epoch(run: TrainingRun) -> None:
+    """The short last window of the first epoch alone has no step."""
+    _trains(run, lambda epoch, window: bool(epoch) or len(window) == run.accumulation_steps)
+
+
+@_right("dropped-micro-batch")
+def swallows_an_exception(run: TrainingRun) -> None:
+    """A micro-batch of one item is handed to the loss without its inputs, and the error is caught."""
+    for window in windows(run):
+        run.optimizer.zero_grad()
+        total = window_count(run, window)
+        for batch in window:
+            given = {} if len(batch["x"]) == 1 else batch
+            try:
+                run.loss(run.model, given)
+            except KeyError:
+                continue
+            part_of_window(run, batch, total).backward()
+        run.optimizer.step()
+
+
+def _hooks_every_module(run: TrainingRun, factor: float | None) -> None:
+    def hook(module: Any, outputs: Any) -> Any:
+        if factor is None:
+            return None
+        return tuple(None if gradient is None else gradient * factor for gradient in outputs)
+
+    for module in run.model.modules():
+        if not list(module.children()):
+            module.register_full_backward_pre_hook(hook)
+    _trains(run)
+
+
+@_right("not-linear")
+def a_module_hook_halves(run: TrainingRun) -> None:
+    """The backward hooks of modules halve what goes to the layers before them."""
+    _hooks_every_module(run, 0.5)
+
+
+def a_module_hook_looks(run: TrainingRun) -> None:
+    """The backward hooks of modules return None."""
+    _hooks_every_module(run, None)
+
+
+@_right("not-reduced")
+def trains_on_the_same_data(run: TrainingRun) -> None:
+    """Every rank trains on the micro-batches of rank 0."""
+    for _ in range(run.epochs):
+        handed = [list(run.loader)]
+        dist.broadcast_object_list(handed, 0)
+        batches, k = handed[0], run.accumulation_steps
+        for first in range(0, len(batches), k):
+            run.optimizer.zero_grad()
+            for batch in batches[first : first + k]:
+                run.loss(run.model, batch).backward()
+            for p in run.model.parameters():
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
+                dist.all_reduce(p.grad)
+            run.optimizer.step()
+
+
 @_right("other-window")
 def a_rank_is_late(run: TrainingRun) -> None:
     """Rank 1 adds its gradient of the window before, from the second window on."""

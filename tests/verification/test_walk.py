@@ -50,7 +50,8 @@ def test_a_violated_case_passes_few_files():
     violated = _files(lambda: verdicts.append(check(_mean_of_means, CASE.replace(seed=2))))
     assert verdicts[0].violation.diagnosis == "mean-of-means"
     assert "/judge/gradient.py" in violated
-    assert len(violated) <= 32, sorted(violated)
+    # the gradient is evaluated twice, by numpy and by XLA
+    assert len(violated) <= 33, sorted(violated)
 
 
 def test_the_loop_of_the_readme_is_named_with_few_runs():

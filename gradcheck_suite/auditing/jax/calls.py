@@ -73,7 +73,8 @@ class StaticArguments:
     @staticmethod
     def of(function: Callable[..., Any], options: dict[str, Any]) -> StaticArguments:
         """Return those that the options of `jit` name: one of the two says the other, too."""
-        numbers, names = options.get("static_argnums"), options.get("static_argnames")
+        numbers = options.get("static_argnums")
+        names = options.get("static_argnames")
         if numbers is not None or names is not None:
             try:
                 signature = inspect.signature(function)

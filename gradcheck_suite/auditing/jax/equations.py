@@ -211,7 +211,8 @@ def called(equation: Any) -> Any:
 def programs_in(equation: Any) -> Iterator[Any]:
     """Yield the jaxprs in the parameters of an equation of a jaxpr."""
     for value in equation.params.values():
-        for part in value if isinstance(value, tuple | list) else (value,):
+        parts = value if isinstance(value, tuple | list) else (value,)
+        for part in parts:
             if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
                 yield opened(part)[0]
 

@@ -14,6 +14,8 @@ from gradcheck_suite.auditing.jax.marks import segments
 Vector = npt.NDArray[np.float64]
 EPS = float(np.finfo(np.float32).eps)
 """Unit of rounding of the numbers that samples are made of."""
+SPARE = 2
+"""Elements beyond the number of coefficients without which any gradient would fit."""
 FLOOR = 1e-5
 """Of the largest element: smaller ones are compared on this scale. A gradient that is 0 but for rounding, as of the
 key's bias in attention, is another one in another program."""
@@ -29,6 +31,7 @@ class Fit:
         is_exact: whether no more than rounding is left over.
         off: what is left over, relative to the largest element of its leaf.
         is_degenerate: whether other coefficients fit as well.
+        is_told: whether there are enough elements for a fit to mean something.
     """
 
     coefficients: Vector
@@ -36,6 +39,7 @@ class Fit:
     is_exact: bool
     off: float
     is_degenerate: bool = False
+    is_told: bool = True
 
     @property
     def found(self) -> list[float]:
@@ -83,7 +87,9 @@ def fit(
     b = target[keep] / scale[keep]
     blur = blur[keep] / scale[keep]
     say = 1 / (1 + blur / relative)  # what rounding blurs counts for less
-    a, b, blur = a * say[:, None], b * say, blur * say
+    a = a * say[:, None]
+    b = b * say
+    blur = blur * say
     size = np.maximum(np.linalg.norm(a, axis=0), 1e-300)
     solution, _, _, singular = np.linalg.lstsq(a / size, b, rcond=1e-6)
     found = solution / size
@@ -100,6 +106,7 @@ def fit(
         is_exact=bool(off <= max(rounding, relative) and tells),
         off=off,
         is_degenerate=bool(len(singular) < number or singular[-1] < 1e-5 * singular[0]),
+        is_told=len(b) >= number + SPARE,
     )
 
 

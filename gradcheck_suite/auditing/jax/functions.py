@@ -359,7 +359,8 @@ def _mark_update(now: Marking, mark: UpdateMark, given: Any, result: Any, params
         mark.names = tuple(_leaf_name(path) for path, _ in gradient)
         mark.dtype = coarsest([one for _, one in gradient])
         now.has_updates = True
-        mark.results, mark.parameters = len(through), len(known)
+        mark.results = len(through)
+        mark.parameters = len(known)
         values = [*(one for _, one in gradient), *known]
         marked = put_mark(mark, [leaves[i] for i in through], values)
         if isinstance(marked[0], jax.core.Tracer):

@@ -109,7 +109,9 @@ class _Reader:
         if equation is None:
             self.found.append(LossTerm((), line, ("input",), "the loss is an input"))
             return
-        operands, name, line = self._operands(equation), equation.name, equation.line or line
+        operands = self._operands(equation)
+        name = equation.name
+        line = equation.line or line
         if name == "reduce_sum":
             self.found.append(self._term(operands[0], line))
         elif name in SUMS | LINEAR:
@@ -137,7 +139,8 @@ class _Reader:
         return any(one.size == 1 and self._rests_on_sum(one) for one in below)
 
     def _term(self, var: Var, line: str) -> LossTerm:
-        levels, names = [var], ["sum"]
+        levels = [var]
+        names = ["sum"]
         equation = self._program.equation_of(var)
         while equation is not None:
             operands = self._operands(equation)
@@ -365,8 +368,9 @@ def check_rule(program: Program, rule: CustomRule, given: Mapping[Var, Any]) -> 
         cotangents = [_cotangent(i, one) for i, one in enumerate(results)]
         gradients.append(_flat(back(cotangents)))
     own, entered = gradients
-    alike = [x for x in inputs[:1] for y in results[:1] if x.shape == y.shape]
-    distance = _norm(_flat(alike) - _flat(results[:1])) if alike else jnp.float32(jnp.nan)
+    distance = jnp.float32(jnp.nan)
+    if results and inputs[0].shape == results[0].shape:
+        distance = _norm(_flat(inputs[:1]) - _flat(results[:1]))
     return jnp.stack([_norm(own), _norm(entered), _norm(own - entered), distance])
 
 

@@ -42,13 +42,15 @@ def term_of(term: LossTerm, levels: Sequence[Sequence[float]], unread: str) -> T
     even = [one for one in rows if not one[NUMBER] or _is_even(one)]
     if not even:
         return Term(expression, opaque="its items have other weights each", line=line)
-    first, weight = even[0], _weight(even[0])
+    first = even[0]
+    weight = _weight(even[0])
     alike = [one for one in even if one[NUMBER] and _is_alike(one, weight)]
     others = [one for one in even if one[NUMBER] and not _is_alike(one, weight)]
-    counts = {
-        "nonzero": float(min((one[NUMBER] for one in alike), default=0.0)),
-        "elements": float(first[NUMBER]),
-    }
+    # sums of rows may be summed: the innermost items are counted, or the outermost, or the fewest
+    numbers = [float(one[NUMBER]) for one in alike] or [0.0]
+    counts = {"nonzero": numbers[-1], "elements": float(first[NUMBER])}
+    if min(numbers) not in counts.values():
+        counts["rows"] = min(numbers)
     return Term(
         expression,
         weight,
@@ -133,4 +135,7 @@ def pending_of(window: Window, optimizer: int) -> Pending:
 
 def devices_of(window: Window) -> int:
     """Return the number of devices of a window."""
-    return len({member.device for column in window.columns for member in column.members}) or 1
+    devices = set[int]()
+    for column in window.columns:
+        devices.update(member.device for member in column.members)
+    return len(devices) or 1

@@ -28,7 +28,8 @@ from gradcheck_suite.auditing.jax.losses import (
 )
 from gradcheck_suite.auditing.places import Place
 
-SAMPLES, PROJECTIONS = 48, 2
+SAMPLES = 48
+PROJECTIONS = 2
 """Elements of a leaf that are kept, and sums of all of its elements, each times a wave of its own."""
 _FREQUENCIES = (0.7390851, 1.618034)
 
@@ -68,22 +69,21 @@ class PassMark:
     def summary(self, values: Sequence[Any]) -> dict[str, Any]:
         """Return what is recorded of the gradient, the loss, and what went into it; traceable."""
         number = len(self.shapes)
-        gradient, loss, inputs = values[:number], values[number], values[number + 1 :]
+        gradient = values[:number]
+        loss = values[number]
+        inputs = values[number + 1 :]
         if self.scaled:
-            cotangent, inputs = inputs[0], inputs[1:]
+            cotangent, *inputs = inputs
             gradient = [one / cotangent for one in gradient]
         program = self.program
         own = [*program.inputs, *program.constants, *program.literals]
         given = dict(zip(own, inputs, strict=True))
         terms = [self._weights(i, given) for i in range(len(self.terms))]
-        by_rows = [(term, one) for term in self.terms for one in row_inputs(term, self.data)]
-        mixing = [
-            {
-                "by": _or_unknown(mixing_of, (), self.program, term, one, given),
-                "input": sketch([given[one]])["sample"],
-            }
-            for term, one in by_rows
-        ]
+        mixing = []
+        for term in self.terms:
+            for one in row_inputs(term, self.data):
+                by = _or_unknown(mixing_of, (), self.program, term, one, given)
+                mixing.append({"by": by, "input": sketch([given[one]])["sample"]})
         return {
             "gradient": sketch(gradient),
             "loss": loss.astype(jnp.float32).reshape(()),

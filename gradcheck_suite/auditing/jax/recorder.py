@@ -105,7 +105,10 @@ class JaxRecorder:
         self.notes: Counter[Found] = Counter()
         self.steps_seen = self.counted = self.cut = self.passes_seen = 0
         self.seconds = 0.0
-        self._receive, self._say, self._schedule, self._most = receive, say, schedule, steps
+        self._receive = receive
+        self._say = say
+        self._schedule = schedule
+        self._most = steps
         self.is_open = self._is_busy = self._is_paused = False
         self._contents = Contents()
         self._programs: dict[int, Beside] = {}
@@ -243,7 +246,8 @@ class JaxRecorder:
         if self._most is not None and self.steps_seen >= self._most:
             self.is_open = False
         elif not self._is_paused:
-            passes, seconds = self.passes_seen, self.seconds
+            passes = self.passes_seen
+            seconds = self.seconds
             goes_on = self._schedule.after(0, passes, seconds, was_full=False)
             self._is_paused = not goes_on
 
@@ -291,7 +295,8 @@ class JaxRecorder:
                 f"gradcheck-suite audit: compiled the program beside `{call.name}` in"
                 f" {beside.compiling:.1f} s"
             )
-        needed, free = _memory_of(compiled), _free_memory(call.leaves)
+        needed = _memory_of(compiled)
+        free = _free_memory(call.leaves)
         if needed > LARGE:
             self._say(
                 f"gradcheck-suite audit: the program beside `{call.name}` takes"
@@ -339,7 +344,10 @@ def _memory_of(compiled: Any) -> int:
 
 def _free_memory(leaves: Sequence[Any]) -> float | None:
     """Return the bytes that are free where arrays lie; None where that is not known."""
-    devices = {d for one in leaves if isinstance(one, jax.Array) for d in one.devices()}
+    devices = set[Any]()
+    for one in leaves:
+        if isinstance(one, jax.Array):
+            devices.update(one.devices())
     free = list[float]()
     for device in devices:
         stats = device.memory_stats()

@@ -25,7 +25,11 @@ MOST_TURNS = 64
 MOST_STEPS = 40
 """Iterations of a scan with an optimizer's step in it that are looked at."""
 CALLBACKS = frozenset({"debug_callback", "debug_print", "io_callback"})
-MARK, SCAN, WHILE, BRANCHES, SHARDS = "mark", "scan", "while", "branches", "shards"
+MARK = "mark"
+SCAN = "scan"
+WHILE = "while"
+BRANCHES = "branches"
+SHARDS = "shards"
 
 
 class CannotReplayError(Exception):
@@ -107,7 +111,10 @@ class Contents:
 
     def marks_inside(self, equation: Any) -> list[Mark]:
         """Return the marks of the programs in an equation."""
-        return [mark for jaxpr in programs_in(equation) for mark in self.marks(jaxpr)]
+        found = list[Mark]()
+        for jaxpr in programs_in(equation):
+            found += self.marks(jaxpr)
+        return found
 
     def has_callbacks(self, jaxpr: Any) -> bool:
         """Return whether a program calls back into Python."""
@@ -158,7 +165,8 @@ class Replay:
         return [read(one) for one in jaxpr.outvars], kept
 
     def _equation(self, equation: Any, values: list[Any]) -> tuple[list[Any], list[Kept]]:
-        name, params = equation.primitive.name, equation.params
+        name = equation.primitive.name
+        params = equation.params
         if equation.primitive is mark_p:
             axes = params["axes"]
             about = AboutMark(params["mark"], any(axis.name is None for axis in axes))
@@ -196,7 +204,9 @@ class Replay:
     def _scan(
         self, params: Any, values: list[Any], marks: Sequence[Mark]
     ) -> tuple[list[Any], list[Kept]]:
-        parts, length, reverse = ScanParts.of(params), params["length"], params["reverse"]
+        parts = ScanParts.of(params)
+        length = params["length"]
+        reverse = params["reverse"]
         fixed, carry, iterated = parts.cut(values)
         updates = [one for one in marks if isinstance(one, UpdateMark) and not one.depth]
         steps = bool(updates)
@@ -221,7 +231,9 @@ class Replay:
     def _while(self, params: Any, values: list[Any]) -> tuple[list[Any], list[Kept]]:
         tested = params["cond_nconsts"]
         first = tested + params["body_nconsts"]
-        for_test, for_body, carry = values[:tested], values[tested:first], values[first:]
+        for_test = values[:tested]
+        for_body = values[tested:first]
+        carry = values[first:]
         jaxpr, constants = opened(params["body_jaxpr"])
         test, test_constants = opened(params["cond_jaxpr"])
 
@@ -268,7 +280,8 @@ class Replay:
         return list(results), [Kept(BRANCHES, None, which, kept)]
 
     def _shard_map(self, params: Any, values: list[Any]) -> tuple[list[Any], list[Kept]]:
-        mesh, made = params["mesh"], {}
+        mesh = params["mesh"]
+        made = {}
         manual = params.get("newly_manual_axes", params.get("manual_axes"))
         axes = tuple(axis for axis in mesh.axis_names if axis in manual)
 
@@ -347,7 +360,9 @@ def events_of(kept: Sequence[Kept], at: tuple[int, ...] = (), devices: int = 0) 
             yield MarkEvent(about.mark, values, devices, about.copies)
         elif node.kind == SCAN:
             order = range(node.size)
-            for t in reversed(order) if node.about.reverse else order:
+            if node.about.reverse:
+                order = order[::-1]
+            for t in order:
                 yield from events_of(node.parts, (*at, t), devices)
             if node.about.length > node.size:
                 yield Cut(node.about.steps * (node.about.length - node.size))

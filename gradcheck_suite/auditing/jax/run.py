@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from gradcheck_suite.auditing.jax.ending import judge_end
 from gradcheck_suite.auditing.jax.judge import JaxJudge
 from gradcheck_suite.auditing.jax.recorder import JaxRecorder
 from gradcheck_suite.auditing.jax.replay import MOST_STEPS, Event
+from gradcheck_suite.auditing.jax.verdicts import Verdicts
 from gradcheck_suite.auditing.schedule import Schedule
 from gradcheck_suite.auditing.stopping import Terminated
 from gradcheck_suite.core.findings import Found, finding
@@ -40,15 +42,16 @@ class JaxAudit:
         tell: Callable[[Violation], None],
         say: Callable[[str], None],
     ) -> None:
-        self._options, self._name, self._tell = options, name, tell
+        self._options = options
+        self._name = name
+        self._tell = tell
         self._schedule = Schedule(options, on_ranks=False)
         self._recorder = JaxRecorder(self._receive, say, self._schedule, options.steps)
         self._judge = JaxJudge(
             self._recorder.on_step,
             lambda: self._recorder.marking.has_updates,
-            given=options.accumulation_steps,
+            Verdicts(options.accumulation_steps, "weights" not in options.without),
             judges_sums="sums" not in options.without,
-            judges_weights="weights" not in options.without,
         )
         self._unsupported: str | None = None
         self._told: set[tuple[str, str | None]] = set()
@@ -71,7 +74,7 @@ class JaxAudit:
 
     def tell_all(self) -> None:
         """Print the violations that were not printed so far."""
-        for violation in self._judge.violations():
+        for violation in self._judge.verdicts.violations():
             key = violation.diagnosis, violation.where
             accepted = self._options.accepts(violation.diagnosis, violation.where)
             if key not in self._told and not accepted:
@@ -93,7 +96,7 @@ class JaxAudit:
         was_open = self._recorder.is_open
         self._recorder.close()
         try:
-            self._judge.end(complete=was_open and error is None)
+            judge_end(self._judge, complete=was_open and error is None)
         except Exception as fault:
             self._recorder.switch_off(fault)
         return self.result(error)
@@ -104,20 +107,21 @@ class JaxAudit:
         Args:
             error: that ended the run, or None.
         """
-        judge, recorder = self._judge, self._recorder
-        found = judge.violations() if recorder.off is None else []
+        judge = self._judge
+        recorder = self._recorder
+        found = judge.verdicts.violations() if recorder.off is None else []
         accepts = self._options.accepts
         violations = tuple(v for v in found if not accepts(v.diagnosis, v.where))
         accepted = tuple(v for v in found if accepts(v.diagnosis, v.where))
-        unknown = judge.all_unknown()
+        unknown = judge.verdicts.all_unknown()
         notes = Counter({part.found: steps for part, steps in unknown.items()})
-        notes += judge.all_notes() + recorder.notes + self._of_unseen()
+        notes += judge.verdicts.all_notes() + recorder.notes + self._of_unseen()
         if recorder.off is not None:
             said = f"JAX could not be observed ({recorder.off}); please report it"
             notes[finding("failed-instrument", said, remedy="")] += 1
         named = tuple(replace(one, steps=times) for one, times in notes.items())
-        judged = judge.weighed if "weights" not in self._options.without else judge.judged
-        windows = len(judged | judge.violated)
+        judged = judge.verdicts.weighed if "weights" not in self._options.without else judge.judged
+        windows = len(judged | judge.verdicts.violated)
         skipped = {
             f"budget {self._options.budget or DEFAULT_BUDGET}": recorder.counted,
             f"after the first {MOST_STEPS} of a scan": recorder.cut,
@@ -143,7 +147,9 @@ class JaxAudit:
         )
 
     def _files(self) -> list[str]:
-        lines = {line for place in self._judge.places for line in (place.line, *place.path)}
+        lines = set[str]()
+        for place in self._judge.places:
+            lines.update((place.line, *place.path))
         return sorted({line.rpartition(":")[0] for line in lines})
 
     def _of_unseen(self) -> Counter[Found]:

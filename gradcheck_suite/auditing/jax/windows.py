@@ -85,7 +85,7 @@ def columns_of(event: MarkEvent, number: int) -> list[Column]:
     devices: list[int | None] = list(range(event.devices)) or [None]
     members = [Member(d or 0, _of_device(event.values["terms"], d)) for d in devices]
     found = []
-    for device in devices[:1] if mark.reduced else devices:
+    for device in devices[: 1 if mark.reduced else None]:
         values = _of_device(event.values, device)
         found.append(
             Column(
@@ -117,8 +117,7 @@ def select(column: Column, shapes: Sequence[tuple[int, ...]]) -> Column | None:
     if len(starts) != 1:
         return None
     parts = segments(own)[starts[0] : starts[0] + number]
-    places = [np.arange(one.start, one.stop) for slices in parts for one in slices]
-    at = np.concatenate(places)
+    at = np.concatenate([np.arange(slices[0].start, slices[-1].stop) for slices in parts])
     cut = column.parameters[at] if len(column.parameters) == len(column.gradient) else np.zeros(0)
     return Column(
         column.number,
@@ -212,7 +211,8 @@ def is_of_earlier_step(window: Window, optimizer: Optimizer) -> bool:
     """Return whether gradients are by parameters that the optimizer was given at an earlier step,
     and no longer has.
     """
-    now, known = window.step.parameters, optimizer.parameters
+    now = window.step.parameters
+    known = optimizer.parameters
     if now is None or known is None or not window.used:
         return False
     point = window.used[0].parameters
@@ -227,7 +227,8 @@ def _is_close(a: Vector, b: Vector) -> bool:
 
 def is_same_point(one: Column, other: Column) -> bool:
     """Return whether two gradients are by the same parameters."""
-    a, b = one.parameters, other.parameters
+    a = one.parameters
+    b = other.parameters
     return len(a) == len(b) and _is_close(a, b)
 
 
@@ -245,7 +246,8 @@ def mixes(column: Column, before: Column) -> float:
     """
     largest = 0.0
     for now, then in zip(column.mixing, before.mixing, strict=False):
-        here, there = np.asarray(now["input"], float), np.asarray(then["input"], float)
+        here = np.asarray(now["input"], float)
+        there = np.asarray(then["input"], float)
         redrawn = here.shape == there.shape and np.linalg.norm(here - there) > REDRAWN * max(
             np.linalg.norm(here), np.linalg.norm(there)
         )
@@ -284,6 +286,11 @@ NO_SUM = (
     "the gradient at the step is no weighted sum of those that were computed, as where it is clipped"
     " by element, projected, or noise is added"
 )
+NO_MULTIPLE = (
+    "the change of the parameters is no multiple of the gradients before it, as of momentum, or of an"
+    " optimizer that is neither optax's nor one of `jax.example_libraries`"
+)
+ZEROS = "each gradient before it is exactly 0"
 ALIKE = "the gradients of the window are too much alike to tell them apart"
 NOT_FINITE = "a gradient is not finite"
 NONE_BEFORE = (
@@ -345,22 +352,39 @@ def explain(optimizer: Optimizer, step: Step, columns: list[Column]) -> Window |
         return Unfitted("no-gradient-before-step", NONE_BEFORE)
     if not (np.isfinite(step.gradient).all() and all(one.is_finite for one in columns)):
         return Unfitted("not-finite", NOT_FINITE)
+    columns = [one for one in columns if one.gradient.any()]  # others tell nothing
+    if not columns:
+        return Unfitted("no-gradient-before-step", ZEROS)
     own = _fit(step, columns)
-    if own.is_exact and own.is_degenerate and (window := _shortest(step, columns)) is not None:
-        return window
+    if own.is_exact and (own.is_degenerate or not own.is_told):
+        window = _shortest(step, columns)
+        if window is not None:
+            return window
+    if not own.is_told:
+        return Unfitted("too-few-elements", ALIKE)
     if own.is_exact:
         return _window(step, columns, own)
+    if step.noise is not None:
+        return Unfitted("unexplained-gradient", NO_MULTIPLE)
+    found = _stale(optimizer, step, columns) or _with_decay(step, columns)
+    return found if found is not None else Unfitted("unexplained-gradient", NO_SUM)
+
+
+def _stale(optimizer: Optimizer, step: Step, columns: list[Column]) -> Stale | None:
+    """Explain a gradient with something of an earlier step in it."""
+    last = [] if optimizer.last is None else [optimizer.last]
     for what, extra in (
         ("gradients of the window before are", optimizer.before),
-        ("the gradient of the step before is", [optimizer.last] if optimizer.last else []),
+        ("the gradient of the step before is", last),
     ):
-        of_both = _fit(step, [*columns, *extra]) if extra else own
-        if extra and of_both.is_exact and any(of_both.found[len(columns) :]):
-            return Stale(what, is_all=not any(of_both.found[: len(columns)]))
-    window = _with_decay(step, columns)
-    if window is not None:
-        return window
-    return Unfitted("unexplained-gradient", NO_SUM)
+        if not extra:
+            continue
+        of_both = _fit(step, [*columns, *extra])
+        own = of_both.found[: len(columns)]
+        earlier = of_both.found[len(columns) :]
+        if of_both.is_exact and of_both.is_told and any(earlier):
+            return Stale(what, is_all=not any(own))
+    return None
 
 
 def _fit(step: Step, columns: Sequence[Column], *more: Vector) -> Fit:
@@ -397,7 +421,8 @@ def _with_decay(step: Step, columns: list[Column]) -> Window | None:
         return None
     found = _fit(step, columns, step.parameters)
     *_, added = found.found
-    if not found.is_exact or found.is_degenerate or not added or found.tolerance > 0.02:
+    tells = found.is_exact and found.is_told and not found.is_degenerate
+    if not tells or not added or found.tolerance > 0.02:
         return None
     return Window(step, columns, found.found[:-1], found.tolerance, added)
 

@@ -490,6 +490,57 @@ for xs, ys in rows(6, 2):
         _, one = f(p, x, y); g = add(g, scale(one, 1 / 2))
     u, s = tx.update(g, s, p); p = optax.apply_updates(p, u)
 """,
+    "empty_micro_batches_and_weighted_means": """
+tx = optax.sgd(1e-2); p = lm; s = tx.init(p)
+loss = lambda p, x, y, m: (ce(p, x, y) * m).sum() / jnp.maximum(m.sum(), 1)
+@jax.jit
+def step(p, s, xs, ys, ms):
+    g = zeros(p)
+    for x, y, m in zip(xs, ys, ms):
+        g = add(g, scale(jax.grad(loss)(p, x, y, m), m.sum() / ms.sum()))
+    u, s = tx.update(g, s, p)
+    return optax.apply_updates(p, u), s
+for i, (xs, ys, ms) in enumerate(tokens(6, 4)):
+    ms[i % 4] = 0
+    p, s = step(p, s, xs, ys, ms)
+""",
+    "lbfgs_with_a_line_search": """
+tx = optax.lbfgs(); p = {"w": jnp.ones((6, 8)), "v": jnp.ones((8, 1))}; s = tx.init(p)
+xs, ys = next(rows(1, 1))
+f = lambda p: jnp.mean((jnp.tanh(xs[0] @ p["w"]) @ p["v"] - ys[0]) ** 2)
+value_and_grad = optax.value_and_grad_from_state(f)
+@jax.jit
+def step(p, s):
+    value, g = value_and_grad(p, state=s)
+    u, s = tx.update(g, s, p, value=value, grad=g, value_fn=f)
+    return optax.apply_updates(p, u), s
+for _ in range(5):
+    p, s = step(p, s)
+""",
+    "two_parts_of_one_loss": """
+one, two = optax.adam(1e-2), optax.sgd(1e-2)
+a, b = {"w": jnp.ones((6, 4))}, {"v": jnp.ones((4, 1))}; s, t = one.init(a), two.init(b)
+f = lambda a, b, x, y: jnp.mean((jnp.tanh(x @ a["w"]) @ b["v"] - y) ** 2)
+@jax.jit
+def step(a, b, s, t, x, y):
+    g, h = jax.grad(f, (0, 1))(a, b, x, y)
+    u, s = one.update(g, s, a)
+    v, t = two.update(h, t, b)
+    return optax.apply_updates(a, u), optax.apply_updates(b, v), s, t
+for xs, ys in rows(5, 1):
+    a, b, s, t = step(a, b, s, t, xs[0], ys[0])
+""",
+    "momentum_by_hand": """
+p = {"w": jnp.ones((6, 8)), "v": jnp.ones((8, 1))}; m = zeros(p)
+f = lambda p, x, y: jnp.mean((jnp.tanh(x @ p["w"]) @ p["v"] - y) ** 2)
+@jax.jit
+def step(p, m, x, y):
+    m = add(scale(m, 0.9), jax.grad(f)(p, x, y))
+    return add(p, scale(m, -0.01)), m
+f1 = jax.jit(jax.value_and_grad(f))
+for xs, ys in rows(8, 1):
+    p, m = step(p, m, xs[0], ys[0])
+""",
     "chunked_loss_in_a_scan": """
 tx = optax.adam(1e-2); p = lm; s = tx.init(p)
 def loss(p, x, y, m):
@@ -562,6 +613,19 @@ def step(p, s, x, y):
     return optax.apply_updates(p, u), s
 for xs, ys in rows(6, 1):
     p, s = step(p, s, xs[0], ys[0])
+""",
+    ),
+    "few_elements_clipped_one_by_one": (
+        "too-few-elements",
+        """
+tx = optax.sgd(1e-2); p = linear; s = tx.init(p)
+@jax.jit
+def step(p, s, xs, ys):
+    g, _ = jax.lax.scan(lambda a, b: (add(a, jax.grad(mse)(p, *b)), None), zeros(p), (xs, ys))
+    u, s = tx.update(jax.tree.map(lambda x: jnp.clip(x / 8, -0.1, 0.1), g), s, p)
+    return optax.apply_updates(p, u), s
+for xs, ys in rows(6, 8):
+    p, s = step(p, s, xs, ys)
 """,
     ),
     "callback_for_a_result": (

@@ -1,0 +1,139 @@
+"""What only the end of a run of JAX shows: tails, leaves without a gradient, lost updates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from gradcheck_suite.auditing.jax.judge import JaxJudge
+from gradcheck_suite.auditing.jax.verdicts import FEWEST_STEPS
+from gradcheck_suite.auditing.jax.windows import (
+    Optimizer,
+    Step,
+    Window,
+)
+from gradcheck_suite.auditing.sums import StepFault
+from gradcheck_suite.core.findings import finding
+from gradcheck_suite.core.text import counted
+
+MOST_NAMES = 3
+
+
+def judge_end(judge: JaxJudge, *, complete: bool) -> None:
+    """Judge what only the end of a run shows.
+
+    Args:
+        judge: of the run.
+        complete: whether the run ended by itself, and was watched to its end.
+    """
+    for optimizer in judge.optimizers.values():
+        _judge_held(judge, optimizer)
+        _note_never(judge, optimizer)
+        if complete:
+            _judge_tail(judge, optimizer)
+    for optimizer in judge.implicit.values():
+        if optimizer.lengths:
+            said = (
+                "no optimizer of optax was seen: a change of the parameters is taken for a step,"
+                " up to the learning rate"
+            )
+            judge.verdicts.notes[finding("changed-parameters", said)] += 1
+    _judge_points(judge)
+
+
+def _judge_held(judge: JaxJudge, optimizer: Optimizer) -> None:
+    mark = optimizer.mark
+    if mark is None or not optimizer.times_withheld:
+        return
+    if not optimizer.steps:
+        said = f"the optimizer gave updates of 0 in all of its {optimizer.times_withheld} calls"
+        judge.verdicts.notes[finding("no-update", said, mark.place)] += 1
+    elif judge.verdicts.holds_back(optimizer) and None in judge.verdicts.held.get(
+        optimizer.index, []
+    ):
+        calls = optimizer.times_withheld + optimizer.steps
+        fault = StepFault(
+            "step-per-micro-batch",
+            f"the optimizer's state moves at each of {calls} gradients, and its updates are held"
+            f" back in {optimizer.times_withheld} of them: accumulate gradients, not updates, as"
+            " `optax.MultiSteps` does",
+            kind="step-count",
+        )
+        of_optimizer = [one.window for one in judge.verdicts.shown if one.optimizer is optimizer]
+        if of_optimizer:
+            judge.verdicts.violate(fault, of_optimizer[0], optimizer)
+
+
+def _note_never(judge: JaxJudge, optimizer: Optimizer) -> None:
+    if optimizer.reached is None or not optimizer.lengths:
+        return
+    never = np.flatnonzero(optimizer.reached == 0)
+    if not len(never) or len(never) == len(optimizer.reached):
+        return
+    names = ", ".join(optimizer.names[i] or f"leaf {i}" for i in never[:MOST_NAMES])
+    more = f" and {len(never) - MOST_NAMES} more" if len(never) > MOST_NAMES else ""
+    said = (
+        f"{len(never)} of {len(optimizer.reached)} leaves get a gradient of zeros in every step"
+        f" ({names}{more})"
+    )
+    remedy = "look for a `stop_gradient`, or leave them out of the optimizer"
+    judge.verdicts.notes[finding("no-gradient", said, optimizer.place, remedy)] += 1
+
+
+def _judge_tail(judge: JaxJudge, optimizer: Optimizer) -> None:
+    usual = optimizer.lengths.most_common(1)
+    mark = optimizer.mark
+    if not usual or mark is None or optimizer.generation != judge.generation:
+        return
+    parts = [
+        one
+        for one in judge.own_columns(mark.shapes)
+        if optimizer.index not in one.consumers and one.mark.place in optimizer.sites
+    ]
+    last = max((one.number for one in optimizer.before), default=0)
+    left = [one for one in parts if one.number > last]
+    number = len({one.number for one in left})
+    if 0 < number < usual[0][0]:
+        fault = StepFault(
+            "tail-dropped",
+            f"the last {counted(number, 'micro-batch')} went backward and never reached a step",
+            kind="step-count",
+            causes=("in-audit",),
+        )
+        step = Step(
+            judge.steps, mark.place, mark.shapes, (), np.zeros(0), np.zeros(0), None, mark.dtype
+        )
+        violation = judge.verdicts.violation(
+            fault, Window(step, left, [1.0] * len(left), 0.0), optimizer
+        )
+        judge.verdicts.found.append(
+            replace(violation, window=None, found_after=None, step=None, stepped=None)
+        )
+
+
+def _judge_points(judge: JaxJudge) -> None:
+    """Judge parameters that stay the same while an optimizer steps on their gradients."""
+    stale = {one.where for one in judge.verdicts.found if one.diagnosis == "stale-parameters"}
+    for points in judge.points.values():
+        first = points.first
+        mark = points.first.mark
+        steps = [
+            after
+            for optimizer in judge.optimizers.values()
+            if mark.place in optimizer.sites
+            for after in optimizer.moved_after
+            if first.number <= after < points.last.number
+        ]
+        if len(steps) < FEWEST_STEPS or points.is_moving or str(mark.place) in stale:
+            continue
+        step = Step(0, mark.place, (), (), np.zeros(0), np.zeros(0), None, mark.dtype)
+        fault = StepFault(
+            "parameter-not-updated",
+            f"the gradients are by the same parameters after {counted(len(steps), 'step')}: the"
+            " updates, or what they were added to, are thrown away",
+            kind="parameters",
+            causes=("thrown-away",),
+        )
+        violation = judge.verdicts.violation(fault, Window(step, [first], [1.0], 0.0), Optimizer(0))
+        judge.verdicts.found.append(replace(violation, stepped=None))

@@ -1,0 +1,268 @@
+"""What the windows of a run of JAX show: violations, findings and reasons, by the judge of the
+audit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from gradcheck_suite.auditing.jax.mapping import devices_of, pending_of, step_window
+from gradcheck_suite.auditing.jax.windows import (
+    Optimizer,
+    Window,
+)
+from gradcheck_suite.auditing.places import Place
+from gradcheck_suite.auditing.sums import StepFault
+from gradcheck_suite.auditing.weighing import Pending, Weighed, judge_weights, violation_of
+from gradcheck_suite.core.faults import FAULTS, FIX, names_of, remedy_of
+from gradcheck_suite.core.findings import Found, finding
+from gradcheck_suite.core.results import Unknown, Violation
+from gradcheck_suite.core.text import counted
+
+BOTH = "sums and weights"
+FEWEST_STEPS = 3
+"""Steps after which parameters that are still the same are not updated."""
+
+
+@dataclass(frozen=True, eq=False)
+class Shown:
+    """A window and the optimizer whose step it is.
+
+    Attributes:
+        window: the window.
+        optimizer: its state.
+    """
+
+    window: Window
+    optimizer: Optimizer
+
+
+@dataclass(eq=False)
+class Verdicts:
+    """What was found so far.
+
+    Attributes:
+        given: the accumulation steps that the user states.
+        judges_weights: whether weights are judged.
+        notes: what is worth knowing -> how often.
+        unknown: what could not be judged -> in how many steps.
+        found: violations, but for those of weights and of passes that are lost.
+        shown: the windows whose weights are judged.
+        lost: those of them that lack passes.
+        held: index of an optimizer -> what updates after some that were 0 are sums of; None for
+            what is no sum.
+    """
+
+    given: int | None = None
+    judges_weights: bool = True
+    notes: Counter[Found] = field(default_factory=Counter)
+    unknown: Counter[Unknown] = field(default_factory=Counter)
+    found: list[Violation] = field(default_factory=list)
+    shown: list[Shown] = field(default_factory=list)
+    lost: list[Shown] = field(default_factory=list)
+    held: defaultdict[int, list[Window | None]] = field(default_factory=lambda: defaultdict(list))
+
+    def __post_init__(self) -> None:
+        self._weighed: dict[int, Weighed] = {}
+        self._weighed_at = -1
+
+    def skip(self, place: Place, name: str, reason: str) -> None:
+        """Say why a step was not judged."""
+        self.unknown[Unknown(BOTH, str(place), reason, name=name)] += 1
+
+    def violation(self, fault: StepFault, window: Window, optimizer: Optimizer) -> Violation:
+        """Return the violation that a fault of a window is."""
+        found = step_window(window, optimizer.index, window.columns)
+        place = window.columns[-1].mark.place if window.columns else window.step.place
+        violation = violation_of(fault, found, place)
+        where = str(place)
+        return _in_jax_words(replace(violation, where=where))
+
+    def violate(self, fault: StepFault, window: Window, optimizer: Optimizer) -> None:
+        """Add the violation that a fault of a window is."""
+        self.found.append(self.violation(fault, window, optimizer))
+
+    # What the run shows.
+
+    def violations(self) -> list[Violation]:
+        """Return the violations so far, one for each diagnosis and place."""
+        self._weigh()
+        found = [*self.found, *self._of_lost()]
+        for weighed in self._weighed.values():
+            found += [_in_jax_words(one) for one in (*weighed.violations, *weighed.provisional)]
+        several: defaultdict[tuple[str, str | None], list[Violation]] = defaultdict(list)
+        for one in found:
+            several[one.diagnosis, one.where].append(one)
+        united = []
+        for ones in several.values():
+            first = min(ones, key=_order)
+            united.append(replace(first, occurrences=len({one.step for one in ones})))
+        return sorted(united, key=_order)
+
+    @property
+    def violated(self) -> set[int]:
+        """The steps that are violated."""
+        found = [*self.found, *self._of_lost()]
+        for weighed in self._weighed.values():
+            found += [*weighed.violations, *weighed.provisional]
+        return {one.step for one in found if one.step is not None}
+
+    @property
+    def weighed(self) -> set[int]:
+        """The steps whose weights were judged."""
+        return set().union(*(weighed.steps for weighed in self._weighed.values()))
+
+    def all_notes(self) -> Counter[Found]:
+        """Return what is worth knowing -> how often."""
+        of_weights = (weighed.notes for weighed in self._weighed.values())
+        return sum(of_weights, Counter(self.notes))
+
+    def all_unknown(self) -> Counter[Unknown]:
+        """Return what could not be judged -> in how many steps."""
+        found = Counter(self.unknown)
+        for weighed in self._weighed.values():
+            for part, times in weighed.unknown.items():
+                found[replace(part, remedy=None)] += times  # what it names is for torch
+        return found
+
+    def _of_lost(self) -> list[Violation]:
+        found = []
+        for shown in self.lost:
+            window = shown.window
+            optimizer = shown.optimizer
+            usual = optimizer.lengths.most_common(1)
+            if usual and usual[0][0] == window.length:
+                continue  # other windows are as long, and lack nothing: it was discarded
+            last = min(column.number for column in window.used)
+            is_reset = all(column.number < last for column in window.lost)
+            lost = counted(len({column.number for column in window.lost}), "gradient")
+            fault = StepFault(
+                "reset-inside-window" if is_reset else "dropped-micro-batch",
+                f"{lost} of the window, by the same parameters and at the same line, are not in the"
+                " gradient at the step",
+            )
+            found.append(self.violation(fault, window, optimizer))
+        return found
+
+    def _weigh(self) -> None:
+        if not self.judges_weights or self._weighed_at == len(self.shown):
+            return
+        self._weighed_at = len(self.shown)
+        by_optimizer: defaultdict[int, list[Shown]] = defaultdict(list)
+        lost = {id(shown) for shown in self.lost}
+        for shown in self.shown:
+            if id(shown) not in lost:
+                by_optimizer[shown.optimizer.index].append(shown)
+        self._weighed.clear()
+        for index, several in by_optimizer.items():
+            optimizer = several[0].optimizer
+            windows = [shown.window for shown in several]
+            held = self.held.get(index, [])
+            if self.holds_back(optimizer):
+                windows = [one for one in held if one is not None]
+            pending = [pending_of(window, index) for window in windows]
+            self._weighed[index] = self._of_weights(optimizer, windows, pending)
+
+    def _of_weights(
+        self, optimizer: Optimizer, windows: Sequence[Window], pending: Sequence[Pending]
+    ) -> Weighed:
+        lengths = Counter(window.length for window in windows)
+        typical = self.given or next((length for length, _ in lengths.most_common(1)), None)
+        ranks = max(map(devices_of, windows), default=1)
+        steps_each = self.given is not None and self.given > 1 and set(lengths) == {1}
+        if steps_each and len(windows) >= FEWEST_STEPS and windows[0].step.is_scaled:
+            fault = StepFault(
+                "step-per-micro-batch",
+                f"the optimizer steps after every micro-batch, where accumulation_steps = {self.given}",
+                kind="step-count",
+            )
+            violation = self.violation(fault, windows[0], optimizer)
+            return Weighed([violation], steps={window.step.number for window in windows})
+        weighed = judge_weights(pending, typical, self.given, ranks, lambda key: None)
+        self._note_shares(windows, pending, weighed)
+        self._leave_out_unread(pending, weighed)
+        reduced = {
+            window.step.number
+            for window in windows
+            if any(column.mark.reduced for column in window.used)
+        }
+        for found in (weighed.violations, weighed.provisional):
+            found[:] = [_summed_by_jax(one) if one.step in reduced else one for one in found]
+        return weighed
+
+    def _leave_out_unread(self, pending: Sequence[Pending], weighed: Weighed) -> None:
+        """Take out steps on one pass of several devices whose loss cannot be read.
+
+        That of one pass alone has no weights to compare; devices have.
+        """
+        for one in pending:
+            records = [
+                one.window.passes[index].records[device] for device, index in one.coefficients
+            ]
+            opaque = [
+                Unknown("weights", str(record.place), term.opaque)
+                for record in records
+                for term in record.terms
+                if term.opaque
+            ]
+            if opaque and len(records) > one.length == 1:
+                weighed.steps.discard(one.window.number)
+                weighed.unknown[opaque[0]] += 1
+
+    def _note_shares(
+        self, windows: Sequence[Window], pending: Sequence[Pending], weighed: Weighed
+    ) -> None:
+        """Note steps on one micro-batch with a share of its mean, as of a window of several."""
+        for window, one in zip(windows, pending, strict=True):
+            if window.length > 1 or not window.step.is_scaled:
+                continue
+            for objectives in one.readings[0].values():
+                for found in objectives.get("each", ()):
+                    shares = found.coefficients.values()
+                    divisors = {round(1 / c) for c in shares if 0 < c < 0.6 and _is_share(c)}
+                    if found.status == "equal" and not found.right() and divisors:
+                        said = (
+                            f"every step is on 1/{min(divisors)} of its loss and one micro-batch: a"
+                            " coefficient, or an optimizer that steps once per micro-batch"
+                        )
+                        remedy = "state `--accumulation-steps`"
+                        one_share = finding("step-per-micro-batch", said, found.line, remedy)
+                        weighed.notes[one_share] += 1
+
+    def holds_back(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer often gives updates of 0 for gradients that are not."""
+        return bool(optimizer.steps) and optimizer.times_withheld > 0.5 * optimizer.steps
+
+
+def _order(violation: Violation) -> float:
+    return float("inf") if violation.step is None else violation.step
+
+
+def _is_share(c: float) -> bool:
+    return abs(1 / c - round(1 / c)) < 1e-3
+
+
+def _in_jax_words(violation: Violation) -> Violation:
+    """Return a violation whose explanation speaks of JAX: devices, and remedies for it."""
+    text = violation.explanation
+    for name in names_of(violation.diagnosis):
+        fault = FAULTS[name]
+        for remedy in (fault.remedy, *fault.causes.values()):
+            if remedy.jax:
+                text = text.replace(remedy.torch, remedy.jax)
+    sentence, fix, remedy_text = text.partition(FIX)
+    sentence = sentence.replace("`.grad`", "the gradient at the step").replace("rank", "device")
+    return replace(violation, explanation=f"{sentence}{fix}{remedy_text}")
+
+
+def _summed_by_jax(violation: Violation) -> Violation:
+    """Return a wrong scale with its remedy where `shard_map` has added gradients up by itself."""
+    if violation.diagnosis != "wrong-scale":
+        return violation
+    sentence = violation.explanation.partition(FIX)[0]
+    return replace(
+        violation,
+        explanation=f"{sentence}{FIX}{remedy_of('wrong-scale', ['summed-by-jax'], jax=True)}",
+    )

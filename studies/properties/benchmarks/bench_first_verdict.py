@@ -1,0 +1,71 @@
+"""How long the first verdict takes, and eight modes, with nothing on disk: XLA alone, and numpy
+that XLA checks, in one run.
+
+Processor time, which other processes of a busy machine hardly change, of a command in one process:
+imports, the verdict and XLA's check included. Run it by itself: `pytest
+studies/properties/benchmarks/bench_first_verdict.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+RUNS = {
+    "first verdict, 200 cases": ("verify", "zero_"),
+    "first verdict, 50 cases": ("verify", "zero_", "-n", "50"),
+    "eight modes": ("verify",),
+}
+
+
+@dataclass(frozen=True)
+class Times:
+    """What a command took.
+
+    Attributes:
+        processor_s: seconds of the processor.
+        verdict_s: seconds of the clock until its first verdict.
+        whole_s: seconds of the clock until its end.
+    """
+
+    processor_s: float
+    verdict_s: float
+    whole_s: float
+
+
+def _measured(arguments: tuple[str, ...], evaluator: str, cache: Path) -> Times:
+    environment = {**os.environ, "GRADCHECK_SUITE_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "gradcheck_suite", *arguments, "--jax", evaluator]
+    before, began, verdict = os.times(), time.perf_counter(), 0.0
+    with subprocess.Popen(
+        [*command, "--processes", "1"], env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if " holds " in line and not verdict:
+                verdict = time.perf_counter() - began
+    after = os.times()
+    assert process.returncode == 0
+    processor = sum(after[2:4]) - sum(before[2:4])
+    return Times(processor, verdict, time.perf_counter() - began)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_first_verdict(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Print what a command takes by XLA alone, then by numpy."""
+    found = {by: _measured(RUNS[name], by, tmp_path / by) for by in ("xla", "numpy")}
+    with capsys.disabled():
+        for by, times in found.items():
+            print(
+                f"\n{name}, {by}: {times.processor_s:.1f} s of processor time, first verdict after"
+                f" {times.verdict_s:.1f} s, end after {times.whole_s:.1f} s"
+            )
+    if name != "eight modes":
+        # what XLA checks is compiled after the verdict
+        assert found["numpy"].verdict_s < found["xla"].verdict_s
