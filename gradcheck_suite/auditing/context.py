@@ -406,6 +406,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             lambda: self._schedule.whole or self._is_of_kept,
             self._resumes,
             self._pass_begins,
+            self._schedule.forget,
             weights="weights" not in self.options.without,
             sums="sums" not in self.options.without,
             objectives=dict(given.split("=", 1) for given in self.options.objectives),
@@ -419,6 +420,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._strays = Strays(self._recorder.parameters)
         self._modes = ModeChanges()
         self._hurries: float | None = None
+        # whether every instrument is switched off: passes and steps are counted
+        self._is_off = {*self.options.without} >= {*INSTRUMENTS}
         self._running: dict[int, Running] = {}
         self._recomputed: Counter[str] = Counter()
         self._functions: set[FunctionKey] = set()
@@ -472,11 +475,6 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if self._is_off:
             self._recorder.pause()
         return self
-
-    @property
-    def _is_off(self) -> bool:
-        """Whether every instrument is switched off: passes and steps are counted."""
-        return {*self.options.without} >= {*INSTRUMENTS}
 
     def _detach(self) -> None:
         if self._observing:
@@ -689,22 +687,22 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         Looking through all modules takes a while.
         """
         if key not in self._names:
-            known = self._recorder.parameters
-            for module in living(torch.nn.Module):
-                if "_parameters" in module.__dict__:
-                    named = {
-                        id(p): name for name, p in module.named_parameters(remove_duplicate=False)
-                    }
-                    for other, about in known.items():
-                        name = (
-                            named.get(id(about.reference()), "")
-                            .removeprefix("module.")
-                            .removeprefix("_orig_mod.")
-                        )
-                        if len(name) > len(self._names.get(other, "")):
-                            self._names[other] = name
+            self._find_names()
             self._names.setdefault(key, f"parameter {key}")
         return self._names[key]
+
+    def _find_names(self) -> None:
+        known = ((key, of.reference()) for key, of in self._recorder.parameters.items())
+        keys = {id(parameter): key for key, parameter in known if parameter is not None}
+        modules = [one for one in living(torch.nn.Module) if "_parameters" in one.__dict__]
+        inner = {id(part) for one in modules for part in one._modules.values()}
+        # a module's parts name no parameter with more words than it does
+        for module in (one for one in modules if id(one) not in inner):
+            for found, parameter in module.named_parameters(remove_duplicate=False):
+                key, name = keys.get(id(parameter)), found.removeprefix("module.")
+                name = name.removeprefix("_orig_mod.")
+                if key is not None and len(name) > len(self._names.get(key, "")):
+                    self._names[key] = name
 
     # Judging
 
@@ -964,9 +962,9 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         parts = Counter({part.found: steps for part, steps in unknown.items()})
         strays = () if self._judge.has_copies else self._strays.findings(self._name_of)
         findings = parts + self._recorder.notes + self._judge.notes() + Counter(strays) + off
+        findings += Counter(self._recorder.unused_objectives)
         if not any(one.diagnosis == "wrong-mode" for one in found):
             findings += Counter(self._modes.findings())
-        findings += Counter(self._recorder.unused_objectives)
         whole = (
             not {*self.options.without} & {"weights", "sums"}
             and not self._recorder.off

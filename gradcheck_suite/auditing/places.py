@@ -181,6 +181,7 @@ def loop_here() -> Loop | None:
 MOST_LINES = 4
 
 
+@lru_cache(maxsize=1024)
 def lines_with(call: str, place: Place) -> list[str]:
     """Return where the user's files of a place have a call, a few at most: torch has no hook for
     `zero_grad`.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import sys
 import threading
@@ -62,6 +63,7 @@ from gradcheck_suite.auditing.terms import (
     outside_of_calls,
     used_at,
 )
+from gradcheck_suite.auditing.vectors import factor
 from gradcheck_suite.core.findings import Found, finding
 
 # What trainers are configured with, read off the stack at a step; no trainer is imported.
@@ -125,8 +127,8 @@ class Known:
         at_once: whether that one samples `.grad`, which is else done when the pass has ended, for
             all together.
         hooks: around those of the program on this parameter.
-        raw: what arrived before the program's hooks.
-        ratio: by which these changed it in the last pass.
+        raw: a sample of what arrived before the program's hooks, and some of its elements.
+        ratio: by which these changed those elements in the last pass.
         times: how often one of them was on it then.
     """
 
@@ -136,7 +138,7 @@ class Known:
     heard: Any = None
     at_once: bool = False
     hooks: tuple[Any, Any] | None = None
-    raw: torch.Tensor | None = None
+    raw: tuple[Raw, torch.Tensor] | None = None
     ratio: torch.Tensor | None = None
     times: int = 0
 
@@ -234,9 +236,15 @@ def _task() -> int:
     return torch._C._current_graph_task_id()
 
 
-def _guarded(instrument: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _guarded(
+    instrument: str, *, computes: bool = True
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Let a method return None where it or its instrument failed: nothing is raised into the
     program.
+
+    Args:
+        instrument: that is switched off where the method fails.
+        computes: whether the method calls operations, which no mode of the program may see.
     """
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -246,6 +254,8 @@ def _guarded(instrument: str) -> Callable[[Callable[..., Any]], Callable[..., An
                 return None
             begun, self._begun = self._begun, self._begun or time.perf_counter()
             try:
+                if not computes:  # for each step of a run that is only counted
+                    return function(self, *args)
                 with Apart():
                     return function(self, *args)
             except Exception as error:
@@ -255,7 +265,8 @@ def _guarded(instrument: str) -> Callable[[Callable[..., Any]], Callable[..., An
                 if not begun:
                     self._spent += time.perf_counter() - self._begun
                     self._begun = 0.0
-                    self._do_what_is_due()
+                    if self._due is not None:
+                        self._do_what_is_due()
 
         inner._torchdynamo_disable = True  # type: ignore[attr-defined]  # what `torch.compiler.disable` sets
         return inner
@@ -272,6 +283,7 @@ class Recorder:
         resumes: called with the optimizer of a step that is only counted, tells whether the next
             ones are recorded.
         again: tells whether the window that runs now is to be computed again.
+        let_go_of: called with an optimizer that the program has let go.
         weights: whether the terms of losses are read.
         sums: whether what arrives at parameters is.
         objectives: `file:line` of a call of backward -> an expression of the names there: what the
@@ -294,6 +306,7 @@ class Recorder:
         full: Callable[[], bool],
         resumes: Callable[[int], bool] = lambda _: True,
         again: Callable[[], bool] = lambda: False,
+        let_go_of: Callable[[int], None] = lambda _: None,
         *,
         weights: bool,
         sums: bool,
@@ -313,6 +326,7 @@ class Recorder:
         self.used_at: dict[int, str] = {}
         self._receive, self._full, self._resumes = receive, full, resumes
         self._again = again
+        self._let_go_of = let_go_of
         self._paused_at: int | None = None
         self._weights, self._sums, self._objectives = weights, sums, objectives or {}
         self._declared: set[str] = set()
@@ -320,8 +334,11 @@ class Recorder:
         self._keys: dict[int, int] = {}
         self._next_key = 0
         self._wrapped: dict[int, bool] = {}
-        self._optimizers: list[weakref.ref[Any]] = []
+        self._optimizers: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._next_optimizer = 0
+        self._gone: list[tuple[int, int]] = []
         self._passes_at_step: dict[int, int] = {}
+        self._passes_at_last_step = 0
         self._idle: dict[int, StepRecord] = {}
         self._running: dict[int, Running] = {}
         self._unbound: list[Running] = []
@@ -351,9 +368,9 @@ class Recorder:
         """Begin to record."""
         _hide_from_dynamo()
         self._engine = torch.autograd.Variable._execution_engine
-        mine = Engine()
-        mine.recorder = self
-        torch.autograd.Variable._execution_engine = mine
+        self._mine = Engine()
+        self._mine.recorder = self
+        torch.autograd.Variable._execution_engine = self._mine
         self._handles = [
             register_optimizer_step_pre_hook(self._step_begins),
             register_optimizer_step_post_hook(self._step_ends),
@@ -457,7 +474,7 @@ class Recorder:
     @property
     def since_step(self) -> int:
         """The number of passes that have gone backward since the last step."""
-        return self.passes_seen - max(self._passes_at_step.values(), default=0)
+        return self.passes_seen - self._passes_at_last_step
 
     @property
     def seconds(self) -> float:
@@ -468,6 +485,8 @@ class Recorder:
         """Stop: put the engine back and remove every hook."""
         if isinstance(torch.autograd.Variable._execution_engine, Engine):
             torch.autograd.Variable._execution_engine = self._engine
+        # another tool that was opened meanwhile may put it back when it closes
+        self._mine.recorder = None
         self._end_of_stacks()
         self._end_of_clipping()
         self._unhook()
@@ -496,7 +515,7 @@ class Recorder:
 
     def is_off(self, instrument: str) -> bool:
         """Return whether an instrument is switched off by an error."""
-        return PASSES in self.off or instrument in self.off
+        return bool(self.off) and (PASSES in self.off or instrument in self.off)
 
     def switch_off(self, instrument: str, error: Exception) -> None:
         """Note the error that ends an instrument, with its place in the suite."""
@@ -767,7 +786,7 @@ class Recorder:
 
     def _clocks(self) -> dict[str, int]:
         """Return checksums of what a program moves with its steps."""
-        found = (one() for one in self._optimizers)
+        found = (one() for one, _ in list(self._optimizers.values()))
         rates = [
             group.get("lr")
             for optimizer in found
@@ -898,6 +917,12 @@ class Recorder:
             and p.requires_grad  # a frozen copy may follow the trained ones
         }
         marks = self._values_of.marks([*own.values()])
+        if None in marks:
+            said = (
+                "parameters lie on a device, or have no memory in a row: writes to them through"
+                " `.data` are not seen"
+            )
+            self.notes[finding("unseen-writes", said)] = 1
         return {
             key: own[key]._version if mark is None else mark
             for key, mark in zip(own, marks, strict=True)
@@ -1052,8 +1077,10 @@ class Recorder:
 
     @_guarded(SUMS)
     def _raw(self, known: Known, gradient: torch.Tensor | None) -> None:
+        known.raw = None
         # a function of one's own may return None for an input that requires a gradient
-        known.raw = None if gradient is None else gradient.detach().clone()
+        if gradient is not None and gradient.layout == torch.strided:
+            known.raw = samples.sample(gradient.detach(), whole=True), _some_of(gradient)
 
     @_guarded(SUMS)
     def _hooked(self, key: int, known: Known, gradient: torch.Tensor | None) -> None:
@@ -1061,42 +1088,34 @@ class Recorder:
         pass.
         """
         raw, known.raw = known.raw, None
-        if raw is None or gradient is None:
+        if raw is None or gradient is None or gradient.layout != torch.strided:
             return
-        if raw.shape != gradient.shape or raw.layout != torch.strided:
-            return
-        last, unchanged = known.ratio, torch.equal(raw, gradient)
+        then, now = samples.read([raw[0], samples.sample(gradient.detach(), whole=True)])
+        last, unchanged = known.ratio, bool(np.array_equal(then, now, equal_nan=True))
         if last is None and unchanged:
             return
-        ratio = known.ratio = torch.where(raw != 0, gradient.detach() / raw, torch.nan)
-        fixed = True
-        if last is not None:
+        # ratios of all elements, kept from pass to pass, would take the memory of the parameters
+        ratio = torch.where(raw[1] != 0, _some_of(gradient) / raw[1], torch.nan)
+        known.ratio, fixed = ratio, True
+        if last is not None and last.shape == ratio.shape:
             both = ~(ratio.isnan() | last.isnan())
-            fixed = bool(
-                torch.allclose(
-                    ratio[both], last[both], rtol=1e-3 if ratio.element_size() > 2 else 2e-2
-                )
-            )
+            rounding = 1e-3 if ratio.element_size() > 2 else 2e-2
+            fixed = bool(torch.allclose(ratio[both], last[both], rtol=rounding))
         if (fixed and unchanged) or (running := self.running()) is None:
             return
         record = running.record
         record.hooked[key] = fixed
         if _is_distributed():
-            record.raw[key] = samples.sample(raw, whole=False)
+            record.raw[key] = then
         parameter = known.reference()
         hooks = () if parameter is None else (parameter._backward_hooks or {}).values()
         # of a lambda, each time that it is made is another object of the same code
-        last_times, known.times = (
-            known.times,
-            max(Counter(id(getattr(h, "__code__", h)) for h in hooks).values(), default=0),
-        )
+        counts = Counter(id(getattr(h, "__code__", h)) for h in hooks)
+        last_times, known.times = known.times, max(counts.values(), default=0)
         if 0 < last_times < known.times:
             record.again.add(key)
-        known_ratios = ratio[~ratio.isnan()]
-        if known_ratios.numel() and float(known_ratios.max() - known_ratios.min()) <= 1e-3 * float(
-            known_ratios.abs().max()
-        ):
-            record.factors[key] = float(known_ratios.double().median())
+        if (found := factor(now, then, 1e-3)) is not None:
+            record.factors[key] = found
 
     def _forget_dead(self) -> None:
         dead = [
@@ -1109,24 +1128,42 @@ class Recorder:
 
     def index(self, optimizer: Any) -> int:
         """Return the index of an optimizer."""
-        for index, reference in enumerate(self._optimizers):
-            if reference() is optimizer:
-                return index
-        self._optimizers.append(weakref.ref(optimizer))
-        return len(self._optimizers) - 1
+        identity = id(optimizer)
+        known = self._optimizers.get(identity)
+        if known is not None and known[0]() is optimizer:
+            return known[1]
+        index, self._next_optimizer = self._next_optimizer, self._next_optimizer + 1
+        # a program may make one for each of thousands of tasks. The collector calls this anywhere,
+        # so what is kept of one that has gone is dropped at the next step
+        gone = self._gone.append
+        reference = weakref.ref(optimizer, lambda _: gone((identity, index)))
+        self._optimizers[identity] = reference, index
+        return index
 
-    @_guarded(STEPS)
+    def _forget_optimizers(self) -> None:
+        while self._gone:
+            identity, index = self._gone.pop()
+            if self._optimizers.get(identity, (None, None))[1] == index:
+                del self._optimizers[identity]
+            for kept in (self._passes_at_step, self._wrapped, self._idle):
+                kept.pop(index, None)
+            self._let_go_of(index)
+
+    @_guarded(STEPS, computes=False)
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        stepping = _optimizers_on_the_stack()
+        stepping = _optimizers_on_the_stack(optimizer)
         # a step of a subclass that calls the one of its base class is one step
-        if self.is_silent or sum(one is optimizer for one in stepping) > 1:
+        nested = len(stepping) > 1
+        if self.is_silent or (nested and any(one is optimizer for one in stepping[1:])):
             return None
-        self.steps_seen += len(stepping) == 1
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if self._gone:
+            self._forget_optimizers()
+        self.steps_seen += not nested
         if not self.records:
-            if len(stepping) > 1 or not self._resumes(self.index(optimizer)):
+            if nested or not self._resumes(self.index(optimizer)):
                 return None
             self.resume(self.steps_seen - 1)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             self.step(optimizer, True)
             return None
@@ -1138,13 +1175,16 @@ class Recorder:
 
         return args[:1] + args[2:], {**kwargs, "closure": run}
 
-    @_guarded(STEPS)
+    @_guarded(STEPS, computes=False)
     def _step_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         index = self.index(optimizer)
         if index in self._passes_at_step:  # those of a closure, too
-            self._passes_at_step[index] = self.passes_seen
-        if (step := self._idle.pop(index, None)) is None:
-            return
+            self._passes_at_step[index] = self._passes_at_last_step = self.passes_seen
+        if (step := self._idle.pop(index, None)) is not None:
+            self._idle_ends(step)
+
+    @_guarded(STEPS)
+    def _idle_ends(self, step: StepRecord) -> None:
         with np.errstate(invalid="ignore"):
             for key, now in self._values(step.moved).items():
                 step.moved[key] = now - step.moved[key]
@@ -1229,7 +1269,7 @@ class Recorder:
         index = self.index(optimizer)
         idle = is_whole and self._sums and self._passes_at_step.get(index) == self.passes_seen
         is_first = index not in self._passes_at_step
-        self._passes_at_step[index] = self.passes_seen
+        self._passes_at_step[index] = self._passes_at_last_step = self.passes_seen
         gradients: dict[int, Raw | None] = {}
         self._forget_dead()
         given: dict[int, torch.Tensor] = {}
@@ -1293,6 +1333,21 @@ class Recorder:
             )
         else:
             self._receive(step)
+
+
+MOST_RATIOS = 1024
+"""Elements of a gradient that tell by what hooks multiply it."""
+
+
+def _some_of(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a copy of some elements of a gradient, in the order in which they lie."""
+    number = gradient.numel()
+    in_a_row = gradient.is_contiguous() or (
+        gradient.dim() == 4 and gradient.is_contiguous(memory_format=torch.channels_last)
+    )
+    found = gradient.detach()
+    flat = found.as_strided((number,), (1,)) if in_a_row else found.reshape(-1)
+    return flat[:: max(1, number // MOST_RATIOS)][:MOST_RATIOS].clone()
 
 
 def _is_same(known: Known, gradient: torch.Tensor) -> bool:
@@ -1370,18 +1425,27 @@ def _hide_from_dynamo() -> None:
         stack += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
 
 
-def _optimizers_on_the_stack() -> list[Any]:
-    """Return the optimizers whose steps are on the stack, innermost first."""
+def _optimizers_on_the_stack(optimizer: Any) -> list[Any]:
+    """Return the optimizers whose steps are on the stack, innermost first: one that begins to step,
+    and those that step it.
+    """
     frame: FrameType | None = sys._getframe(2)
-    found: list[Any] = []
+    found: list[FrameType] = []
     while frame is not None:
-        if (
-            frame.f_code.co_name == "wrapper"
-            and frame.f_globals.get("__name__") == "torch.optim.optimizer"
-        ):
-            found += frame.f_locals.get("args", ())[:1]
+        if frame.f_code is _STEP:
+            found.append(frame)
         frame = frame.f_back
-    return found
+    # to ask a frame for its variables takes longer than the rest
+    outer = [one.f_locals.get("args", ())[:1] for one in found[1:]]
+    return [optimizer, *itertools.chain.from_iterable(outer)]
+
+
+_STEP: CodeType = next(
+    code
+    for code in torch.optim.Optimizer.profile_hook_step.__code__.co_consts
+    if isinstance(code, CodeType)
+)
+"""What runs around each step, and calls the hooks of steps."""
 
 
 def _arrange(hooks: Any, first: Sequence[int], last: Sequence[int]) -> None:

@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from operator import attrgetter
 from typing import Any
@@ -124,8 +125,10 @@ def _of_sparse(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([projected[:, 0], projected.sum(1)])
 
 
-_LOWEST, _HIGHEST = 1 << 12, 1 << 47
-"""Addresses between which a process of 64 bits has its memory."""
+_LOWEST, _HIGHEST = 1 << 12, 1 << 56
+"""Addresses between which a process of 64 bits has its memory: 47 bits of them on x86-64, 48 or 52
+on aarch64, 56 with pages of five levels.
+"""
 
 
 @cache
@@ -152,31 +155,58 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in OWN and tensor.is_cpu and tensor.layout == torch.strided
 
 
-def _address(tensor: torch.Tensor) -> tuple[Any, int, int] | None:
-    """Return the dtype, the first address over its size, and the number of elements of what lies in
-    memory in a row.
+@dataclass(frozen=True)
+class _Spot:
+    """Where a tensor lies.
+
+    Attributes:
+        dtype: of its numbers.
+        first: the address of its first element over the size of one.
+        number: of its elements.
+        shape: where they do not lie in a row.
+        strides: likewise.
     """
-    if not is_plain(tensor):
+
+    dtype: Any
+    first: int
+    number: int
+    shape: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
+
+    def places(self) -> npt.NDArray[np.intp]:
+        """Return where the sampled elements lie, from the first one on: the same elements however
+        they lie.
+        """
+        (places,), _ = _places((self.number,))
+        if not self.strides:
+            return places
+        indices = np.unravel_index(places, self.shape)
+        found: npt.NDArray[np.intp] = np.tensordot(self.strides, np.stack(indices), 1)
+        return found
+
+
+def _spot(tensor: torch.Tensor) -> _Spot | None:
+    """Return where a tensor lies, None where that is not in the memory of this process."""
+    dtype = _DTYPES.get(tensor.dtype)
+    if not is_plain(tensor) or dtype is None or not tensor.numel():
         return None
-    dtype, number, size, address = (
-        _DTYPES.get(tensor.dtype),
-        tensor.numel(),
-        tensor.element_size(),
-        tensor.data_ptr(),
-    )
-    if (
-        dtype is None
-        or not number
-        or address % size
-        or not _LOWEST <= address < _HIGHEST
-        or not tensor.is_contiguous()
-    ):
+    size, address = tensor.element_size(), tensor.data_ptr()
+    if address % size or not _LOWEST <= address < _HIGHEST:
+        return None
+    in_a_row = tensor.is_contiguous()
+    if not in_a_row and tensor.is_nested:
         return None
     # FSDP frees the storage of what it has gathered, which leaves a tensor at its begin without an
     # address
+    number = tensor.numel()
     if tensor.storage_offset() and tensor.untyped_storage().nbytes() < number * size:
         return None
-    return dtype, (address - _LOWEST) // size, number
+    first = (address - _LOWEST) // size
+    if in_a_row:
+        return _Spot(dtype, first, number)
+    # of a convolution in `channels_last` or of tied weights: a copy of all for 16 elements would
+    # take the program's time
+    return _Spot(dtype, first, number, tuple(tensor.shape), tensor.stride())
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -187,7 +217,6 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_complex():
         # `view_as_real` refuses a lazily conjugated tensor
         tensor = torch.view_as_real(tensor.resolve_conj())
-    # a transposed gradient, as of tied weights: its copy has no other user
     return tensor.contiguous() if tensor.is_cpu and tensor.layout == torch.strided else tensor
 
 
@@ -207,6 +236,33 @@ def _marks(some: npt.NDArray[Any]) -> list[int]:
     return marks
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """Where the elements of some tensors of one dtype lie.
+
+    Attributes:
+        tensors: their indices.
+        where: (T, 16) the places of the sampled elements in memory.
+        exist: (T, 16) which of these there are.
+        spots: of each tensor.
+    """
+
+    tensors: list[int]
+    where: npt.NDArray[np.intp]
+    exist: npt.NDArray[np.bool_]
+    spots: list[_Spot]
+
+
+def _rows_of(found: Sequence[tuple[int, _Spot]]) -> _Rows:
+    indices, spots = [i for i, _ in found], [spot for _, spot in found]
+    places, exist = _places(tuple(spot.number for spot in spots))
+    where = np.array([spot.first for spot in spots])[:, None] + places
+    for row, spot in enumerate(spots):
+        if spot.strides:
+            where[row] = spot.first + spot.places()
+    return _Rows(indices, where, exist, spots)
+
+
 class Together:
     """Reads tensors at once.
 
@@ -215,9 +271,7 @@ class Together:
 
     def __init__(self) -> None:
         self._known: list[Any] | None = None
-        self._where: dict[
-            Any, tuple[list[int], npt.NDArray[Any], npt.NDArray[np.bool_], list[tuple[int, int]]]
-        ] = {}
+        self._where: dict[Any, _Rows] = {}
 
     def _find(self, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], list[int]]:
         """Find where the elements of tensors lie.
@@ -228,24 +282,21 @@ class Together:
         if OWN.issuperset(map(type, tensors)):
             with contextlib.suppress(RuntimeError):  # a sparse tensor has no address
                 known = [list(map(of, tensors)) for of in _SEEN]
+                known += [] if all(known[-1]) else [list(map(torch.Tensor.stride, tensors))]
             if known is not None and known == self._known:
                 return tensors, []
-        addresses, kept, elsewhere = list(map(_address, tensors)), list(tensors), list[int]()
-        rows: dict[Any, list[tuple[int, int, int]]] = {}
-        for i, at in enumerate(addresses):
+        spots, kept, elsewhere = list(map(_spot, tensors)), list(tensors), list[int]()
+        rows: dict[Any, list[tuple[int, _Spot]]] = {}
+        for i, at in enumerate(spots):
             if at is None:
                 known, kept[i] = None, _plain(tensors[i])
-                at = _address(kept[i])
+                at = _spot(kept[i])
             if at is None:
                 elsewhere.append(i)
             else:
-                rows.setdefault(at[0], []).append((i, at[1], at[2]))
-        self._known, self._where = known, {}
-        for dtype, of in rows.items():
-            indices, first, numbers = zip(*of, strict=True)
-            places, exist = _places(numbers)
-            spans = list(zip(first, numbers, strict=True))
-            self._where[dtype] = list(indices), np.array(first)[:, None] + places, exist, spans
+                rows.setdefault(at.dtype, []).append((i, at))
+        self._known = known
+        self._where = {dtype: _rows_of(of) for dtype, of in rows.items()}
         return kept, elsewhere
 
     def marks(self, tensors: Sequence[torch.Tensor]) -> list[int | None]:
@@ -255,8 +306,8 @@ class Together:
         for i in elsewhere:
             if kept[i].is_cpu and kept[i].layout == torch.strided:
                 found[i] = _taken_elsewhere(kept[i], whole=False)[1]
-        for dtype, (rows, where, _, _) in self._where.items():
-            for i, mark in zip(rows, _marks(_memory(dtype)[where]), strict=True):
+        for dtype, rows in self._where.items():
+            for i, mark in zip(rows.tensors, _marks(_memory(dtype)[rows.where]), strict=True):
                 found[i] = mark
         return found
 
@@ -280,18 +331,28 @@ class Together:
         kept, elsewhere = self._find(tensors)
         for i in elsewhere:
             found[i], marks[i] = _taken_elsewhere(kept[i], whole=whole)
-        for dtype, (rows, where, exist, spans) in self._where.items():
-            memory = _memory(dtype)
-            some = memory[where]
+        for dtype, rows in self._where.items():
+            some = _memory(dtype)[rows.where]
             taken = _numbers(some).astype(np.float64)
-            taken[~exist] = 0.0
+            taken[~rows.exist] = 0.0
             if whole:
-                taken = np.hstack(
-                    [taken, [_projected(memory[begin : begin + number]) for begin, number in spans]]
+                flat = (
+                    _flat(kept[i], spot) for i, spot in zip(rows.tensors, rows.spots, strict=True)
                 )
-            for i, sampled, mark in zip(rows, taken, _marks(some), strict=True):
+                taken = np.hstack([taken, [_projected(numbers) for numbers in flat]])
+            for i, sampled, mark in zip(rows.tensors, taken, _marks(some), strict=True):
                 found[i], marks[i] = sampled, mark
         return found, marks
+
+
+def _flat(tensor: torch.Tensor, spot: _Spot) -> npt.NDArray[Any]:
+    """Return all elements of a tensor in a row, which is a copy where they do not lie so."""
+    memory = _memory(spot.dtype)
+    if not spot.strides:
+        return memory[spot.first : spot.first + spot.number]
+    copy = tensor.detach().contiguous()
+    spot = _Spot(spot.dtype, (copy.data_ptr() - _LOWEST) // copy.element_size(), spot.number)
+    return _flat(copy, spot).copy()  # before the copy is let go of
 
 
 def _taken_elsewhere(tensor: torch.Tensor, *, whole: bool) -> tuple[Raw, int | None]:

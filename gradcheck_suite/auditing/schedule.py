@@ -16,6 +16,10 @@ FIRST, AGAIN, ATTEMPTS, PAIR = 20, 3, 6, 2
 that are judged together: that a gradient leaks shows in the second one."""
 FURTHEST, ON_RANKS = 500, 50
 """Windows of which one pair is judged whatever it costs; the same where several ranks judge the same windows."""
+LONGEST = 20
+"""Doublings of the number of windows after which one that cannot be computed again is tried again."""
+MOST_TURNS = 3
+"""How often in a row each optimizer may have its turn while one is waited for."""
 RECENT = 100
 """Windows after which an optimizer that has not stepped is not waited for, and the fewest of an epoch whose last one,
 where it has another length, is judged whatever it costs."""
@@ -48,6 +52,7 @@ class Schedule:
         self._attempts: Counter[int] = Counter()
         self._last_window: dict[int, int] = {}
         self._judged: Counter[int] = Counter()
+        self._in_a_row = 0
         self._windows = self._counted = self._gaps = self._number = self._passes = self._odd = (
             self._expected
         ) = 0
@@ -60,7 +65,11 @@ class Schedule:
         epoch ends with it.
         """
         self._windows += 1
+        # in the order of their last windows
+        self._last_window.pop(optimizer, None)
         self._last_window[optimizer] = self._windows
+        while self._last_window[oldest := next(iter(self._last_window))] <= self._windows - RECENT:
+            del self._last_window[oldest]
         length, self._passes = passes - self._passes, passes
         self._lengths[length] += 1
         if length != self._lengths.most_common(1)[0][0]:
@@ -80,6 +89,7 @@ class Schedule:
         cost, seconds = spent - self._spent, now - self._last
         self._spent, self._last = spent, now
         self._judged[optimizer] += 1
+        self._in_a_row += 1
         if self._is_fresh:  # it tells what stands in `.grad`, and has been counted
             self._is_fresh, self._passes = False, passes
             return True
@@ -115,9 +125,14 @@ class Schedule:
             self._again_first &= (
                 self.again[optimizer] < AGAIN and self._attempts[optimizer] < ATTEMPTS
             )
-            self._due[optimizer] = 0 if self._again_first else self._every - 1
+            self._due[optimizer] = 0 if self._again_first else self._wait(optimizer) - 1
         else:
             self._due[optimizer] = self._due.get(optimizer, 1) - 1
+
+    def _wait(self, optimizer: int) -> int:
+        """Return after how many windows one is computed again: ever more where none could be."""
+        failed = self._attempts[optimizer] - self.again[optimizer]
+        return self._every << min(max(failed - ATTEMPTS + 1, 0), LONGEST)
 
     def _is_done(self) -> bool:
         """Return whether the windows that are judged together have been, of each optimizer that
@@ -126,9 +141,17 @@ class Schedule:
         # the first step of each optimizer after a gap tells what stands in `.grad`, and is not
         # judged
         least = PAIR + bool(self._gaps)
-        active = [of for of, window in self._last_window.items() if window > self._windows - RECENT]
         number = least if self._gaps else FIRST
-        return self._judged.total() >= number and all(self._judged[of] >= least for of in active)
+        # optimizers that are made anew all the time would be waited for in vain
+        waited = self._in_a_row >= max(number, MOST_TURNS * least * len(self._last_window))
+        return self._in_a_row >= number and (
+            waited or all(self._judged[of] >= least for of in self._last_window)
+        )
+
+    def forget(self, optimizer: int) -> None:
+        """Forget an optimizer that the program has let go: its windows are not waited for."""
+        for kept in (self._last_window, self._due, self._attempts, self._judged, self.again):
+            kept.pop(optimizer, None)
 
     def _goes_on(self, share: float) -> bool:
         """Return whether judging every window costs less than the budget, or it pays for one more
@@ -173,5 +196,6 @@ class Schedule:
                 time.perf_counter(),
             )
             self._judged.clear()
+            self._in_a_row = 0
             self.full = self.whole = due and self._pays(self._of_recomputed)
         return begins

@@ -96,6 +96,15 @@ def _say(lines: Sequence[str], standard_error: TextIO) -> None:
         )
 
 
+def _random_numbers_kept() -> contextlib.AbstractContextManager[None]:
+    """Put back what the suite draws at the end: an import alone may draw, as rich's does."""
+    if "torch" not in sys.modules:
+        return contextlib.nullcontext()
+    from gradcheck_suite.auditing.program_state import preserve_rng
+
+    return preserve_rng()
+
+
 @takes(AuditOptions)
 class audit:  # noqa: N801 - it is used as a function, as `open` is
     """Judge the optimizer steps of the code that runs while it is open, unchanged.
@@ -234,10 +243,11 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
                 "audit: the audit was never opened: use `with gradcheck_suite.audit() as audit:`"
             )
         if self._result is None:
-            self._result = self._closed(error)
-            if summary and not self.quiet and not self._result.is_another_ranks:
-                lines = result_lines(self._result, shown=bool(self._result.violations))
-                _say(lines, self.standard_error)
+            with _random_numbers_kept():
+                self._result = self._closed(error)
+                if summary and not self.quiet and not self._result.is_another_ranks:
+                    lines = result_lines(self._result, shown=bool(self._result.violations))
+                    _say(lines, self.standard_error)
         return self._result
 
     def _closed(self, error: BaseException | None) -> Result:

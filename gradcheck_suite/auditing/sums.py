@@ -389,7 +389,11 @@ def judge_sums(
         return Sums(untold=True, unlike=True) if is_unlike else Sums(by_hand=True)
     if lost:
         found = _judge_lost(members, lost, typical_k, longest, stepped_in)
-        is_untold = found.fault and edited and (is_hidden or edited.is_blank or not edited.tells)
+        is_untold = (
+            found.fault
+            and edited
+            and ((is_hidden and not edited.is_plausible) or edited.is_blank or not edited.tells)
+        )
         return Sums(untold=True, unlike=edited.tells) if is_untold and edited else found
     if unequal := _judge_parameters(members):
         return unequal
@@ -502,8 +506,6 @@ def _judge_lost(
     window = members.window
     kept = [i for i in members.required if i not in lost]
     elsewhere = not members.places(lost) & members.places(kept)
-    if stopped := _stopped(members, lost, kept):
-        return _excuse("window-given-up", stopped, window)
     if window.not_finite & set(lost):
         return _excuse("reset-non-finite", "gradients were not finite, and were reset", window)
     if elsewhere and all(set(window.passes[i].consumers) - {window.optimizer} for i in lost):
@@ -548,6 +550,8 @@ def _judge_lost(
             " are in no step"
         )
         return _excuse("window-given-up", said, window)
+    if stopped := _stopped(members, lost, kept):
+        return _excuse("window-given-up", stopped, window)
     if _is_rest_of_epoch(window, lost, kept, typical_k, longest):
         fault = tail_dropped(len(lost))
         return Sums(replace(fault, sentence=f"{fault.sentence}{_resets(members, lost) or ''}"))

@@ -225,6 +225,11 @@ _ROWS = (
         "no sum of the passes explains most of `.grad`",
         "let the optimizer step on what backward has left in `.grad`, where it should",
     ),
+    _reason(
+        "unseen-writes",
+        "writes to parameters through `.data` are not seen on a device",
+        severity="note",
+    ),
     _reason("functional-loss", "a loss inside of torch.func is not seen", severity="note"),
     _reason("step-inside-backward", "an optimizer steps inside of a backward pass"),
     _reason(

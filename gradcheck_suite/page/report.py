@@ -235,7 +235,7 @@ def compared(old: Path, new: Path, contents: Contents = OWN) -> list[str]:
     told = [(folder, *made_from(read_all(folder, contents.kinds), facts)) for folder in (old, new)]
     (_, before, _), (_, after, _) = told
     unread = [
-        f"left out: {folder}: {problem}"
+        f"left out: {folder}: {problem.removesuffix('; left out')}"
         for folder, _, records in told
         for problem in records.problems
     ]

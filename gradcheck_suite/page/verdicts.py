@@ -75,7 +75,7 @@ def _verification(newest: list[Record]) -> Section:
                 "optimizer": d.get("optimizer"),
                 "worst error / allowed": d.get("worst_error_over_allowed"),
                 "diagnosis": title_of(d),
-                "accepted": accepted_in(d),
+                **_accepted_column(d, datas),
                 "counterexample": d.get("stored"),
                 "cases not judged, and why": (
                     "; ".join(f"{n}: {why}" for why, n in _items(d, "skipped")) or None
@@ -282,6 +282,11 @@ def accepted_in(data: Data) -> str | None:
     return "; ".join(told) or None
 
 
+def _accepted_column(data: Data, datas: Sequence[Data]) -> dict[str, str | None]:
+    """Return the cell on accepted faults; none where no record of the table accepts any."""
+    return {"accepted": accepted_in(data)} if any(map(accepted_in, datas)) else {}
+
+
 def _verification_facts(data: Data) -> Facts:
     names = ("loop", "dtype", "device", "optimizer", "problem")
     return {" ".join(str(data[name]) for name in names if data.get(name)): outcome(data)}
@@ -314,7 +319,7 @@ def _audits(newest: list[Record]) -> Section:
             "verdict": str(d["verdict"]),
             "steps judged": d.get("windows"),
             "diagnosis": title_of(d),
-            "accepted": accepted_in(d),
+            **_accepted_column(d, datas),
             "at step": found.step if found else None,
             "loss": found.where if found else None,
             "what is wrong": found.explanation if found else None,

@@ -83,6 +83,7 @@ TABLE = (
             "NllLossBackward0._saved_reduction",
             "NllLossBackward0._saved_ignore_index",
             "Module._buffers",
+            "Module._compiled_call_impl",
             "Module._forward_hooks",
             "Module._forward_pre_hooks",
             "Tensor._backward_hooks",

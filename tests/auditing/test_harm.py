@@ -33,6 +33,7 @@ from gradcheck_suite.auditing import (
     recorder,
     replay,
     samples,
+    session,
     terms,
     weights,
 )
@@ -117,7 +118,7 @@ def _trained_on_noise():
         (recorder.Recorder, "open"),
         (context, "recompute"),
         (context, "_say"),
-        (context, "result_lines"),
+        (session, "result_lines"),
     ],
     ids=["open", "again", "told", "closed"],
 )

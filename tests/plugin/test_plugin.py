@@ -115,7 +115,7 @@ def test_unjudged(verify_training_loop):
         "the marker gradcheck takes keywords alone, got (5,)",
         "expected one of examples, seed",
         "examples: expected a positive integer, got 0",
-        "a loop must be callable with one TrainingRun, got int",
+        "is of type int: expected a function of one argument, the TrainingRun",
         "none of 2 cases could be judged",
     ):
         assert said in text, text

@@ -413,7 +413,7 @@ def test_the_command(tmp_path, capsys):
     (result,) = document["results"]
     assert (result["verdict"], result["holds"], result["findings"]) == ("holds", True, [])
     assert result["loop"].endswith("my_port.py:pair")
-    assert "<pre>" in page.read_text()
+    assert "<code>w</code>" in page.read_text()  # the map is on the page
 
 
 def test_a_port_that_differs_exits_with_1_and_names_the_lines(tmp_path, capsys):

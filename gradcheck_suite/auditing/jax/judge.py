@@ -432,8 +432,8 @@ class JaxJudge:
                 continue
             fault = StepFault(
                 "wrong-backward",
-                f"the backward of `{rule.name}` gives a gradient that differs from that of its forward"
-                f" by {difference / max(own, entered):.2g} of its size",
+                f"the backward of `{rule.name}` differs from the gradient of its forward by"
+                f" {difference / max(own, entered):.2g} of its size",
             )
             place = Place(line, (line,))
             step = Step(self.steps, place, (), (), np.zeros(0), np.zeros(0), None, "float32")

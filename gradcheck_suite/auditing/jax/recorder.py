@@ -74,6 +74,28 @@ class Beside:
     is_quick: bool = True
 
 
+@dataclass
+class Rate:
+    """How often a compiled function steps: in one call of several under `MultiSteps`.
+
+    Attributes:
+        calls: that were looked at.
+        steps: that they showed.
+        owed: of calls that were not looked at, the part of a step that is not counted so far.
+    """
+
+    calls: int = 0
+    steps: int = 0
+    owed: float = 0.0
+
+    def due(self) -> int:
+        """Return how many steps to count for a call that is not looked at."""
+        self.owed += self.steps / self.calls
+        whole = int(self.owed + 1e-9)
+        self.owed -= whole
+        return whole
+
+
 class JaxRecorder:
     """Watches a run of JAX.
 
@@ -112,7 +134,7 @@ class JaxRecorder:
         self.is_open = self._is_busy = self._is_paused = False
         self._contents = Contents()
         self._programs: dict[int, Beside] = {}
-        self._steps_of: weakref.WeakKeyDictionary[Compiled, int] = weakref.WeakKeyDictionary()
+        self._rates: weakref.WeakKeyDictionary[Compiled, Rate] = weakref.WeakKeyDictionary()
         self._eager: dict[str, Any] = {}
         self._seen: set[int] = set()
         self._stack = contextlib.ExitStack()
@@ -156,7 +178,8 @@ class JaxRecorder:
     def on_call(self, function: Compiled, look: Callable[[], Call]) -> None:
         """Look at a call of a compiled function."""
         if self._is_paused:
-            self._count(self._steps_of.get(function, 0))
+            rate = self._rates.get(function)
+            self._count(0 if rate is None else rate.due())
             if self._is_paused:
                 return
         call = self._traced(look)
@@ -171,7 +194,9 @@ class JaxRecorder:
                     self.notes[finding("unobserved-program", said)] += 1
                 beside.replay.notes.clear()
                 self._take(list(events_of(found)))
-        self._steps_of[function] = self.steps_seen - before
+        rate = self._rates.setdefault(function, Rate())
+        rate.calls += 1
+        rate.steps += self.steps_seen - before
 
     def _traced(self, look: Callable[[], Call]) -> Call | None:
         """Return a call with its program; None where that fails, which its own call will show."""

@@ -134,7 +134,7 @@ def test_elements_are_told_by_how_many_bounds_they_are_off():
 def test_a_weight_that_is_not_finite_has_no_bar():
     weight = Weight(micro_batches="0", count=2.0, expected=0.5, observed=math.nan)
     rows = weights_plot([weight])["data"]["values"]
-    assert [row["weight"] for row in rows] == [0.5, None]
+    assert [row["weight"] for row in rows] == [None, 0.5]
 
 
 def _luminance(colour):

@@ -504,19 +504,6 @@ for i, (xs, ys, ms) in enumerate(tokens(6, 4)):
     ms[i % 4] = 0
     p, s = step(p, s, xs, ys, ms)
 """,
-    "lbfgs_with_a_line_search": """
-tx = optax.lbfgs(); p = {"w": jnp.ones((6, 8)), "v": jnp.ones((8, 1))}; s = tx.init(p)
-xs, ys = next(rows(1, 1))
-f = lambda p: jnp.mean((jnp.tanh(xs[0] @ p["w"]) @ p["v"] - ys[0]) ** 2)
-value_and_grad = optax.value_and_grad_from_state(f)
-@jax.jit
-def step(p, s):
-    value, g = value_and_grad(p, state=s)
-    u, s = tx.update(g, s, p, value=value, grad=g, value_fn=f)
-    return optax.apply_updates(p, u), s
-for _ in range(5):
-    p, s = step(p, s)
-""",
     "two_parts_of_one_loss": """
 one, two = optax.adam(1e-2), optax.sgd(1e-2)
 a, b = {"w": jnp.ones((6, 4))}, {"v": jnp.ones((4, 1))}; s, t = one.init(a), two.init(b)

@@ -1,0 +1,220 @@
+"""An audit of a large program takes no more memory and time than of a small one, in counts that do
+not depend on the load of the machine.
+"""
+
+from __future__ import annotations
+
+import gc
+import linecache
+import tracemalloc
+import weakref
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+import gradcheck_suite
+from gradcheck_suite.auditing import judge, recorder, samples
+from gradcheck_suite.auditing.places import Place, lines_with
+from gradcheck_suite.auditing.schedule import ATTEMPTS, Schedule
+from gradcheck_suite.core.options import AuditOptions
+
+
+def _step(model, optimizer, x):
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_hooks_of_the_program_keep_no_gradient(monkeypatch):
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient * 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept = list[int]()
+    raw = recorder.Recorder._raw
+
+    def noted(self, known, gradient):
+        raw(self, known, gradient)
+        kept.append(len(known.raw[0]) + known.raw[1].numel())
+        kept.append(0 if known.ratio is None else known.ratio.numel())
+
+    monkeypatch.setattr(recorder.Recorder, "_raw", noted)
+    audit = gradcheck_suite.audit(quiet=True, without=("batch",)).open()
+    for _ in range(3):
+        for _ in range(2):
+            (model(torch.randn(4, 64)).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    result = audit.close()
+    # of a gradient of any size
+    assert max(kept) <= 24 + recorder.MOST_RATIOS < 64 * 64
+    assert "hook-factor" in {found.name for found in result.named_findings}, result.findings
+
+
+@pytest.mark.parametrize("layout", ["channels last", "transposed", "in a row"])
+def test_a_sample_is_no_copy_however_the_elements_lie(layout, monkeypatch):
+    plain = torch.randn(32, 16, 8, 8)
+    tensor = {
+        "channels last": lambda: plain.to(memory_format=torch.channels_last),
+        "transposed": lambda: plain.transpose(0, 1).contiguous().transpose(0, 1),
+        "in a row": lambda: plain,
+    }[layout]()
+    whole = samples.sample(plain, whole=True)
+    copies = list[int]()
+    contiguous = torch.Tensor.contiguous
+    monkeypatch.setattr(
+        torch.Tensor, "contiguous", lambda t, **k: copies.append(t.numel()) or contiguous(t, **k)
+    )
+    together = samples.Together()
+    (found,), (mark,) = together.taken([tensor], whole=False)
+    assert not copies
+    assert found.tolist() == whole[: samples.ELEMENTS].tolist()
+    assert samples.sample(tensor, whole=True).tolist() == whole.tolist()
+    # where its elements lie is computed once, and a write to any sampled one is seen
+    tensor.data[0, 0, 0, 0] += 1
+    assert together.marks([tensor]) != [mark]
+
+
+def test_other_strides_at_the_same_address_are_other_places():
+    memory = torch.arange(64.0)
+    together = samples.Together()
+    one, other = memory.view(8, 8).t(), memory.as_strided((8, 8), (1, 1))
+    first = together.taken([one], whole=False)[0][0]
+    assert together.taken([other], whole=False)[0][0].tolist() != first.tolist()
+
+
+def test_high_addresses_have_marks_and_others_are_said_to_have_none(monkeypatch):
+    # Linux on aarch64 gives addresses of 48 bits and more
+    assert samples._HIGHEST >= 1 << 52
+
+    def findings():
+        model = torch.nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with gradcheck_suite.audit(quiet=True) as audit:
+            for _ in range(3):
+                _step(model, optimizer, torch.randn(3, 4))
+        return [found.name for found in audit.result.named_findings]
+
+    assert "unseen-writes" not in findings()
+    monkeypatch.setattr(samples, "_HIGHEST", 1 << 13)
+    assert "unseen-writes" in findings()
+
+
+def test_names_are_looked_for_once_in_each_module(monkeypatch):
+    counts = Counter()
+    named = torch.nn.Module.named_parameters
+
+    def counted(self, *args, **kwargs):
+        for one in named(self, *args, **kwargs):
+            counts["parameters"] += 1
+            yield one
+
+    number = 400
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(number)))
+    optimizer = torch.optim.SGD([*model.parameters(), torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    gc.collect()
+    others = sum(len([*m.parameters()]) for m in recorder.living(torch.nn.Module) if m is not model)
+    with gradcheck_suite.audit(quiet=True, without=("batch",)) as audit:
+        _step(model, optimizer, torch.randn(2, 2))
+        monkeypatch.setattr(torch.nn.Module, "named_parameters", counted)
+        context = audit._torch
+        names = {context._name_of(key) for key in context._recorder.parameters}
+    assert {name for name, _ in named(model)} < names
+    # once by the model; its layers are not asked again, other modules that live here may be
+    assert counts["parameters"] <= 2 * number + others
+
+
+def test_millions_of_counted_steps_take_little_memory():
+    one = judge.Judge(1, {}, given=None, weights=True, sums=True, name_of=lambda key: None)
+    number = 5_000_000
+    one.counted += [range(begin, begin + 998) for begin in range(2, number, 1000)]
+    tracemalloc.start()
+    try:
+        found = one.unjudged(number)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 12 * number / 5  # a byte for each, and what was not judged: 2 of 1,000
+    assert f"{2 * number // 1000:,}" in str(found[0]) or str(2 * number // 1000) in str(found[0])
+
+
+def test_a_long_script_is_read_once(tmp_path, monkeypatch):
+    script = tmp_path / "long.py"
+    script.write_text("\n".join(f"x = {n}" for n in range(3000)) + "\noptimizer.zero_grad()\n")
+    place = Place(f"{script}:5", (f"{script}:5",))
+    reads, getlines = list[str](), linecache.getlines
+    monkeypatch.setattr(linecache, "getlines", lambda file: reads.append(file) or getlines(file))
+    for _ in range(100):
+        assert lines_with("zero_grad(", place) == [f"{script}:3001"]
+    assert len(reads) == 1
+
+
+def test_what_is_kept_does_not_grow_with_the_optimizers_that_are_gone():
+    audit = gradcheck_suite.audit(quiet=True).open()
+    sizes = list[int]()
+    for task in range(600):
+        weight = torch.nn.Parameter(torch.randn(4))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            (weight * torch.randn(4)).square().mean().backward()
+            optimizer.step()
+        kept = audit._torch._recorder
+        schedule = audit._torch._schedule
+        sizes.append(len(kept._optimizers) + len(kept._passes_at_step) + len(schedule._due))
+        if task > 300:
+            assert not kept.records or schedule._in_a_row <= 12
+    result = audit.close()
+    assert max(sizes[10:]) <= 10
+    assert result.holds
+    # the first windows, and a few more that the budget pays for
+    assert result.windows < 200
+
+
+def test_an_optimizer_that_gets_the_identity_of_one_that_is_gone_is_another():
+    own = recorder.Recorder(lambda event: None, lambda: False, weights=True, sums=True)
+    one = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    first = own.index(one)
+    identity, gone = id(one), weakref.ref(one)
+    del one
+    assert gone() is None
+    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    # as if Python had given it the same address
+    own._optimizers[id(other)] = own._optimizers.pop(identity)
+    second = own.index(other)
+    assert second != first
+    own._forget_optimizers()
+    assert own.index(other) == second
+
+
+def test_a_window_that_cannot_be_computed_again_is_tried_ever_more_rarely():
+    schedule = Schedule(AuditOptions(budget="none", every=1), on_ranks=False)
+    tried = list[int]()
+    for window in range(2000):
+        if schedule.full:
+            tried.append(window)
+        schedule.after(0, window, 0.0, was_full=schedule.full)
+    assert len(tried) <= ATTEMPTS + np.log2(2000)
+    # one that can be is computed again each time
+    able = Schedule(AuditOptions(budget="none", every=1), on_ranks=False)
+    for window in range(100):
+        assert able.full
+        able.again[0] += 1
+        able.after(0, window, 0.0, was_full=True)
+
+
+def test_a_tool_that_puts_the_engine_back_after_the_audit_leaves_no_recorder():
+    audit = gradcheck_suite.audit(quiet=True).open()
+    kept = torch.autograd.Variable._execution_engine  # as a tool that was opened meanwhile does
+    audit.close()
+    plain = torch.autograd.Variable._execution_engine
+    torch.autograd.Variable._execution_engine = kept
+    try:
+        model = torch.nn.Linear(4, 2)
+        _step(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(3, 4))
+    finally:
+        torch.autograd.Variable._execution_engine = plain
+    assert kept.recorder is None
+    assert not model.weight._post_accumulate_grad_hooks
