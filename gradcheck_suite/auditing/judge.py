@@ -144,8 +144,8 @@ def _of_steps(reason: Found, numbers: Sequence[int], steps: int) -> Found:
     """Return a reason with the steps that were not judged for it, of so many."""
     more = ", ..." if len(numbers) > MOST_NAMES else ""
     which = f"{', '.join(map(str, numbers[:MOST_NAMES]))}{more}"
-    said = f"{len(numbers)} of {counted(steps, 'step')} not judged ({which}): {reason}"
-    return Found(reason.name, said, remedy="", steps=1)
+    said = f"{len(numbers)} of {counted(steps, 'step')} not judged ({which}): {reason.sentence}"
+    return replace(reason, sentence=said)
 
 
 def _order(violation: Violation) -> float:
