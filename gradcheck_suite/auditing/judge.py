@@ -53,6 +53,9 @@ MOST_WINDOWS = 512
 """Windows of one optimizer that are judged together; older ones have been judged and are forgotten."""
 EVERY = 64
 """Windows after which the weights are judged again, once there have been so many."""
+FEWEST_TOGETHER = 3
+"""Windows that are judged together before what their losses weigh is said while the run goes on: of two, a coefficient
+that is annealed may look like a division by the number of micro-batches."""
 BOTH = "sums and weights"
 MASTERS = (
     "written-gradient",
@@ -326,10 +329,10 @@ class Judge:
         if is_last:
             return False
         # what a loss weighs is judged over the windows of its optimizer: a coefficient, a schedule
-        # and a count of other windows show in the next one
+        # and a count of other windows show in the next ones
         return not any(
             key in weighed.united
-            and any(one.window.number > step for one in self._pending[optimizer])
+            and len(self._pending[optimizer]) - self._since[optimizer] >= FEWEST_TOGETHER
             for optimizer, weighed in self._weighed.items()
         )
 

@@ -1,7 +1,9 @@
-"""The violations that were printed while the run went on: they are the run's last words.
+"""The violations that were printed while the run went on.
 
-Text, JSON, page, annotations and SARIF show the same object: what was printed is neither withdrawn
-nor renamed when later windows are judged.
+Text, JSON, page, annotations and SARIF show the same object: what was printed is not renamed when
+later windows are judged. Printing waits until that is unlikely to be wanted. A violation that the
+windows of the whole run explain after all is none: it leaves the result, since a false alarm is
+worse than a line that is taken back.
 """
 
 from __future__ import annotations
@@ -32,8 +34,11 @@ class Told:
         number of its steps, and what was not printed yet.
         """
         now = {(one.diagnosis, one.where): one for one in found}
+        places = {(one.step, one.loss or one.where) for one in now.values()}
         stands = [
-            _counted(one, now[key]) if key in now else one for key, one in self._by_key.items()
+            _counted(one, now[key]) if key in now else one
+            for key, one in self._by_key.items()
+            if key in now or (one.step, one.loss or one.where) in places
         ]
         # the windows of these have another name now, which is not told after the first one
         renamed = {
