@@ -61,6 +61,7 @@ TABLE = (
             "torch._is_functional_tensor",
             "torch.compiler.is_dynamo_compiling",
             "torch.compiler.set_stance",
+            "torch.nn.modules.dropout._DropoutNd",
             "torch.nn.modules.module._has_any_global_hook",
             "torch.nn.modules.module._global_forward_hooks_with_kwargs",
             "torch.nn.modules.module._global_backward_hooks",

@@ -194,9 +194,12 @@ def test_losses_that_are_written_by_hand_are_read(loss, loop):
             "losses * (w / k)",
             "if the weights of the samples have its inverse, nothing is to be done; else it is 4",
         ),
-        ("losses * w / 4", "2/4: divided by 4, where the window has 2 micro-batches"),
-        ("losses * (w / w.mean())", "4: the sum of 4 means, never divided"),
-        ("losses * w / w.mean()", "4: the sum of 4 means, never divided"),
+        (
+            "losses * w / 4",
+            "2/4 of what it should: divided by 4, where the window has 2 micro-batches",
+        ),
+        ("losses * (w / w.mean())", "4 times what it should: the sum of 4 means, never divided"),
+        ("losses * w / w.mean()", "4 times what it should: the sum of 4 means, never divided"),
     ],
 )
 def test_a_number_among_weights_of_samples_is_the_losss_and_one_in_them_is_not_known(loss, said):

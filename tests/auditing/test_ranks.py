@@ -123,13 +123,13 @@ def test_the_lines_of_all_ranks_are_judged_together(monkeypatch):
             lambda rank, n: 1 / 10,
             1,
             "wrong-scale",
-            "1/2: each loss is divided by the count of all ranks",
+            "1/2 of what it should: each loss is divided by the count of all ranks",
         ),
         (
             lambda rank, n: 1,
             0.1,
             "wrong-scale",
-            "1/2: each loss is divided by the count of all ranks",
+            "1/2 of what it should: each loss is divided by the count of all ranks",
         ),
         (
             lambda rank, n: 1 / sum(SIZES[rank]),

@@ -61,7 +61,7 @@ FIXES = [
     Fix(
         "mean-of-means",
         {"weight": "1 / len(window)"},
-        "multiply each mean by its count and divide by the window's count",
+        "divide each micro-batch's summed loss by the number of targets in the whole window",
         {"weight": "run.count(batch) / total"},
     ),
     Fix(

@@ -354,11 +354,12 @@ def test_an_update_that_gets_another_tree_says_so():
 
 
 OF_TORCH = re.compile(
-    r"\.grad\b|backward|loader|zero_|no_sync|hook|GradScaler|torch|optimizer\.step"
+    r"(?<!jax)\.grad\b|backward|loader|zero_|no_sync|hook|GradScaler|torch|optimizer\.step"
 )
 OF_TORCHS = (
     *("not-reduced", "ranks", "wrong-mode", "stolen-buffer", "wrong-backward", "deadlock"),
     *("other-optimizer", "handed-over", "between-passes", "zeros", "scaler", "exception"),
+    *("same-data", "written", "casts", "module-hook"),
 )
 """Faults, and causes, of loops of torch alone."""
 

@@ -274,7 +274,7 @@ def hf_trainer_smoothing(run: TrainingRun) -> None:
 _trainer = partial(
     Trainer,
     requires=("transformers>=4.45", "accelerate>=1.0"),
-    tested=("4.45.2", "5.23.0", "5.24.0"),
+    tested=("4.45.2", "5.23.0"),
     imports=(
         "transformers:PreTrainedModel",
         "transformers:PrinterCallback",
