@@ -184,9 +184,11 @@ def _options(node: Any, loop: Loop, given: dict[str, Any]) -> VerifyOptions:
 
 def _line(result: Result) -> str:
     opinion = f"; {result.second_opinion}" if result.second_opinion else ""
-    verdict, worst = "holds", f", worst error {of_bound(result.worst_error_over_allowed)}"
+    verdict = "holds"
+    worst = f", worst error {of_bound(result.worst_error_over_allowed)}"
     if result.violation is not None:
-        verdict, worst = f"VIOLATED ({result.violation.diagnosis})", ""
+        verdict = f"VIOLATED ({result.violation.diagnosis})"
+        worst = ""
     return f"{result.loop}: {verdict}, {result.cases} cases, {result.seconds:.1f} s{worst}{opinion}"
 
 

@@ -197,11 +197,9 @@ class GradStates(RuleBasedStateMachine):
         optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None,
     ) -> None:
         super().__init__()
-        self.device, self.make_parameter, self.make_optimizer = (
-            torch.device(device),
-            make_parameter,
-            optimizer,
-        )
+        self.device = torch.device(device)
+        self.make_parameter = make_parameter
+        self.make_optimizer = optimizer
         self.module = _Module()
         self.parameters: list[Parameter] = []
         self.held: list[Gradient] = []
@@ -266,7 +264,8 @@ class GradStates(RuleBasedStateMachine):
                 p.grad.memory.add(added)
             p.calls += "counts" in p.hooks
             if "frees" in p.hooks:
-                p.value, p.grad = p.value - LEARNING_RATE * p.grad.memory.value, None
+                p.value = p.value - LEARNING_RATE * p.grad.memory.value
+                p.grad = None
 
     def is_shared(self) -> bool:
         """Return whether two parameters share a gradient."""
@@ -306,7 +305,8 @@ class GradStates(RuleBasedStateMachine):
         numbers.
         """
         for p in self.parameters:
-            tensor, what = self.tensor(p), f"{NAMES[p.names[0]]}.grad"
+            tensor = self.tensor(p)
+            what = f"{NAMES[p.names[0]]}.grad"
             seen = tensor.grad
             assert (seen is None) == (p.grad is None), (
                 f"{what} is {seen}, should be {p.grad and p.grad.memory.value}"
@@ -449,10 +449,8 @@ class GradStates(RuleBasedStateMachine):
 
         A reentrant one runs a backward inside.
         """
-        terms, one = (
-            self.terms(c),
-            torch.ones((), requires_grad=True),
-        )  # it wants an input that is trainable
+        terms = self.terms(c)  # it wants an input that is trainable
+        one = torch.ones((), requires_grad=True)
         with self.refused(not terms, UNREACHED):
             checkpoint(
                 self.module, c, one, use_reentrant=use_reentrant, preserve_rng_state=False
@@ -463,7 +461,8 @@ class GradStates(RuleBasedStateMachine):
     @rule(first=coefficients, second=coefficients)
     def backward_of_several_roots(self, first: Coefficients, second: Coefficients) -> None:
         """One backward of two losses, which adds to each parameter once."""
-        one, two = self.terms(first), self.terms(second)
+        one = self.terms(first)
+        two = self.terms(second)
         with self.refused(not (one and two), UNREACHED):
             torch.autograd.backward([self.module(first), self.module(second)])
             self.accumulate({p: one.get(p, []) + two.get(p, []) for p in one | two})
@@ -497,11 +496,9 @@ class GradStates(RuleBasedStateMachine):
         p = self.at(name)
         if c[name] is None:
             return
-        leaf, term, terms = (
-            self.tensor(p).detach().clone().requires_grad_(),
-            self.term(c, p),
-            self.terms(c),
-        )
+        leaf = self.tensor(p).detach().clone().requires_grad_()
+        term = self.term(c, p)
+        terms = self.terms(c)
         torch.func.functional_call(self.module, {NAMES[name]: leaf}, (c,)).backward()
         self.accumulate({other: added for other, added in terms.items() if other is not p})
         assert leaf.grad is not None, (
@@ -579,7 +576,8 @@ class GradStates(RuleBasedStateMachine):
             if not any(
                 "frees" in each.hooks for each in self.parameters
             ):  # else the order of accumulation would count
-                tensor.grad, p.grad = self.tensor(self.at(other)).grad, self.at(other).grad
+                tensor.grad = self.tensor(self.at(other)).grad
+                p.grad = self.at(other).grad
         elif p.grad is not None and tensor.grad is not None:
             if how == "clone":
                 tensor.grad = tensor.grad.clone()
@@ -612,7 +610,8 @@ class GradStates(RuleBasedStateMachine):
         """Add a hook that doubles the gradient, counts, or steps and frees the gradient inside the
         backward.
         """
-        p, calls = self.at(name), list[int]()
+        p = self.at(name)
+        calls = list[int]()
         tensor = self.tensor(p)
         if kind in p.hooks or not p.trainable or (kind == "frees" and self.is_shared()):
             return

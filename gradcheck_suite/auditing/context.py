@@ -175,7 +175,8 @@ class Ranks:
     def of(environment: Mapping[str, str] = os.environ) -> Ranks | None:
         """Return the place that a launcher's environment gives, or None for a single process."""
         try:
-            rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+            rank = int(environment["RANK"])
+            size = int(environment["WORLD_SIZE"])
         except (KeyError, ValueError):
             return None
         if size < 2:
@@ -250,7 +251,8 @@ class RankReader:
     """
 
     def __init__(self, ranks: Ranks, rank: int) -> None:
-        self._ranks, self._found = ranks, RankFile(rank)
+        self._ranks = ranks
+        self._found = RankFile(rank)
         self._path: Path | None = None
         self._at = 0
 
@@ -311,7 +313,8 @@ def gather(
     while True:
         found = [reader.read() for reader in readers]
         others = [f.is_open for f in found if f.rank != ranks.rank]
-        now, told = time.monotonic(), hurries()
+        now = time.monotonic()
+        told = hurries()
         if told is not None and now > told + GRACE:
             return found
         if True not in others and (None not in others or now > begun + patience):
@@ -382,7 +385,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         **fields: Any,
     ) -> None:
         self.options = (options or AuditOptions()).replace(**fields)
-        self._name, self.quiet = name or here().line, quiet
+        self._name = name or here().line
+        self.quiet = quiet
         self._result: Result | None = None
         self._opened = self._observing = False
         self._standard_error = sys.stderr
@@ -699,7 +703,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         # a module's parts name no parameter with more words than it does
         for module in (one for one in modules if id(one) not in inner):
             for found, parameter in module.named_parameters(remove_duplicate=False):
-                key, name = keys.get(id(parameter)), found.removeprefix("module.")
+                key = keys.get(id(parameter))
+                name = found.removeprefix("module.")
                 name = name.removeprefix("_orig_mod.")
                 if key is not None and len(name) > len(self._names.get(key, "")):
                     self._names[key] = name
@@ -726,7 +731,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             for key in self._strays.found.keys() - self._names.keys():
                 self._name_of(key)  # while its module lives
             # a step right after another one has its passes, or none
-            has_passes, self._passes_at_step = self._passes > self._passes_at_step, self._passes
+            has_passes = self._passes > self._passes_at_step
+            self._passes_at_step = self._passes
             if has_passes:
                 self._was_full = self._is_full()
             if self._writer is not None:
@@ -741,7 +747,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
                     self._judge.note(finding("shared-passes", said))
             if has_passes or self._after_gap:
                 self._after_gap = False
-                passes, seconds = self._recorder.passes_seen, self._recorder.seconds
+                passes = self._recorder.passes_seen
+                seconds = self._recorder.seconds
                 if not self._schedule.after(
                     event.optimizer, passes, seconds, was_full=self._was_full
                 ):
@@ -751,7 +758,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
 
     def _taken(self) -> list[Event]:
         """Return what was recorded since the last step."""
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         settle(events)
         for key, known in self._recorder.parameters.items():
             self._dtypes.setdefault(key, known.dtype)
@@ -805,7 +813,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
     def _keep_mode(self, module: int, training: bool, _: torch.Tensor) -> None:
         if (running := self._observed()) is not None:
             running.record.modes.add((module, training))
-            place, step = running.record.place, self._recorder.steps_seen
+            place = running.record.place
+            step = self._recorder.steps_seen
             self._modes.ran(place, module, training=training, step=step)
 
     def _observed(self) -> Running | None:
@@ -817,7 +826,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
 
     @preserve_rng()
     def _recompute(self, window: StepWindow) -> None:
-        violation, used = self._judge.of_last_step(), self._judge.used
+        violation = self._judge.of_last_step()
+        used = self._judge.used
         own = {
             i: 1.0 for i, seen in window.passes.items() if not window.seen[i] and not seen.by_hand
         }

@@ -221,7 +221,9 @@ class CallsOfProgram:
     def close(self) -> set[type]:
         """Let all classes go, and return those that were watched in vain."""
         self._stack.close()
-        unseen, self._watched, self._calls = self._watched - self._calls.keys(), set(), {}
+        unseen = self._watched - self._calls.keys()
+        self._watched = set()
+        self._calls = {}
         return unseen
 
 
@@ -257,7 +259,8 @@ def judge_function(call: Call) -> FunctionReport:
 
     The random numbers of the process are changed.
     """
-    name, reason = call.kind.__name__, ""
+    name = call.kind.__name__
+    reason = ""
     if not call.by_itself:
         return FunctionReport(name, note=f"its backward was not checked: {GIVEN}")
     if any(map(callable, call.arguments)):
@@ -299,7 +302,8 @@ def _judged(call: Call, dtype: torch.dtype) -> FunctionReport:
     wanted = [
         i for i, v in enumerate(call.arguments) if _is_real(v) and v.requires_grad and v.numel()
     ]
-    name, generator = call.kind.__name__, torch.Generator().manual_seed(0)
+    name = call.kind.__name__
+    generator = torch.Generator().manual_seed(0)
     if not all(
         torch.equal(a, b) for a, b in zip(_outputs(call, base), _outputs(call, base), strict=True)
     ):
@@ -339,7 +343,9 @@ def _of_argument(
     call: Call, point: list[Any], index: int, steps: tuple[float, ...], generator: torch.Generator
 ) -> FunctionReport:
     """Judge the derivative with respect to one argument."""
-    name, notes, ratios = call.kind.__name__, list[str](), list[float]()
+    name = call.kind.__name__
+    notes = list[str]()
+    ratios = list[float]()
     for number in range(DIRECTIONS):
         found = _Line(call, point, index, generator, uphill=bool(number % 2)).compared(steps)
         if isinstance(found, str):
@@ -363,7 +369,9 @@ class _Line:
     def __init__(
         self, call: Call, point: list[Any], index: int, generator: torch.Generator, *, uphill: bool
     ) -> None:
-        self.call, self.point, self.index = call, point, index
+        self.call = call
+        self.point = point
+        self.index = index
         self.direction = _direction(point[index], generator)
         self.leaf = point[index].clone().requires_grad_()
         self.outputs = _outputs(
@@ -436,7 +444,8 @@ class _Line:
         got = float(terms.sum())
         # the finest of the two neighbours that agree best; beyond it, rounding
         best = min(range(1, len(along)), key=lambda i: abs(along[i] - along[i - 1]))
-        off, right = abs(got - along[best]), along[best]
+        off = abs(got - along[best])
+        right = along[best]
         if not off > LEAST * max(abs(got), abs(right), float(terms.norm())):
             return None
         if any(o.shape == self.leaf.shape and torch.equal(o, self.leaf) for o in self.outputs):

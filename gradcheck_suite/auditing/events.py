@@ -17,7 +17,11 @@ from gradcheck_suite.auditing.places import Loop, Place
 if TYPE_CHECKING:
     from gradcheck_suite.auditing.samples import Raw
 
-NONE, KEPT, TOUCHED, BY_HAND, LATE = "none", "kept", "touched", "by hand", "late"
+NONE = "none"
+KEPT = "kept"
+TOUCHED = "touched"
+BY_HAND = "by hand"
+LATE = "late"
 
 Column = dict[int, Any]
 """Key of a parameter -> a sample, which may lie on a device, or None."""

@@ -36,7 +36,8 @@ MOST_PARAMETERS = 1_000_000
 """Elements of a model's parameters above which JAX is not asked: their copy in float64 takes 8 MB."""
 BUDGET_S = 20.0
 """Seconds after which JAX is asked about no further call."""
-RESOLUTION, NARROW_RESOLUTION = 2.0**-26, 2.0**-10
+RESOLUTION = 2.0**-26
+NARROW_RESOLUTION = 2.0**-10
 """Share of a parameter's gradient below which a difference is none: in float64, and where the model itself asks for
 float32 inside. Rounding is 2^-53 and 2^-24; a wrong derivative is larger."""
 RESOLUTION_OF_ALL = 2.0**-40
@@ -123,7 +124,8 @@ def kept_calls(parts: Sequence[Part]) -> list[Part] | str:
 
 def ask_jax(calls: Sequence[Part]) -> JaxOpinion:
     """Compare the gradients of calls by torch and by JAX, both in float64."""
-    opinion, began = JaxOpinion(len(calls)), time.perf_counter()
+    opinion = JaxOpinion(len(calls))
+    began = time.perf_counter()
     for call in calls:
         # tracing takes seconds for a deep model: one answer is waited for, more are not
         if opinion.answered and time.perf_counter() - began > BUDGET_S:
@@ -203,7 +205,8 @@ def _by_jax(call: Part, functions: frozenset[type]) -> tuple[dict[str, torch.Ten
     """
     from gradcheck_suite.bridge import arguments_of, lower
 
-    model, structure = call.forward.module, call.forward.structure
+    model = call.forward.module
+    structure = call.forward.structure
     for part, training in zip(model.modules(), call.forward.modes, strict=True):
         part.training = training
     positional, keywords = pytree.tree_unflatten(call.forward.arguments, structure)

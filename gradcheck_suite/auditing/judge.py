@@ -230,8 +230,10 @@ class Judge:
         self._emptied: dict[int, StepWindow] = {}
         self._sizes: dict[int, float] = {}
         self._replay = Replay(ranks, dtypes)
-        self._ranks, self._given = ranks, given
-        self._judges_weights, self._judges_sums = weights, sums
+        self._ranks = ranks
+        self._given = given
+        self._judges_weights = weights
+        self._judges_sums = sums
         self._name_of = name_of
         # windows are counted for each optimizer: that of a GAN's critic may be five times as long
         self._lengths: defaultdict[int, Counter[int]] = defaultdict(Counter)
@@ -319,7 +321,8 @@ class Judge:
 
     def _may_change(self, violation: Violation, *, is_last: bool) -> bool:
         """Return whether a fault that one window has shown waits for the next one."""
-        key, step = (violation.diagnosis, violation.where), violation.step
+        key = (violation.diagnosis, violation.where)
+        step = violation.step
         if step is None:
             return False
         if key in self._united:
@@ -408,10 +411,8 @@ class Judge:
                 violation,
                 set().union(*(steps for rank in ranks for _, steps in repeated[rank][key])),
             )
-        notes, unknown = (
-            [judge.notes() for judge in of_ranks],
-            [judge.unknown() for judge in of_ranks],
-        )
+        notes = [judge.notes() for judge in of_ranks]
+        unknown = [judge.unknown() for judge in of_ranks]
         for one, ranks in _ranks_of(notes).items():
             limited_note = replace(one, sentence=_on(ranks, of_ranks, one.sentence))
             self._notes[limited_note] = max(notes[rank][one] for rank in ranks)
@@ -456,7 +457,8 @@ class Judge:
 
     def _on_step(self, steps: Sequence[StepRecord]) -> None:
         window = self.window = self._replay.on_step(steps)
-        self.used, self._of_step = {}, []
+        self.used = {}
+        self._of_step = []
         optimizer = window.optimizer
         self.has_copies = self.has_copies or window.copies
         self._reached[optimizer] |= {
@@ -502,7 +504,8 @@ class Judge:
                 (optimizer, seen.site) for index, seen in told.items() if members.is_in(index)
             }
         if required and all(members.is_in(i) for i in required):
-            number, lengths = len(required), self._lengths[optimizer]
+            number = len(required)
+            lengths = self._lengths[optimizer]
             grows = number >= max(lengths, default=0) and self._grown.get(optimizer, 1)
             self._grown[optimizer] = number if grows else 0
             lengths[number] += 1
@@ -530,7 +533,10 @@ class Judge:
         """Take an optimizer's first step after a gap: what stands in `.grad` is known from then on."""
         self._known = (self._known or set()) | {steps[0].optimizer}
         self._replay.on_unknown(steps)
-        self.window, self.used, self._of_step, number = None, {}, [], steps[0].call
+        self.window = None
+        self.used = {}
+        self._of_step = []
+        number = steps[0].call
         if number not in self.counted[-1]:
             follows = self.counted[-1].stop == number
             begin = self.counted.pop().start if follows else number
@@ -576,7 +582,8 @@ class Judge:
         if last is None or {*window.keys} <= {*last.keys}:
             return False
         since = [seen for index, seen in self._replay.passes.items() if index >= window.before]
-        new, old = min({*window.keys} - {*last.keys}), {*last.keys} - {*window.keys}
+        new = min({*window.keys} - {*last.keys})
+        old = {*last.keys} - {*window.keys}
         replaced = any(seen.has(old) for seen in since)
         if replaced:
             sentence = (
@@ -676,10 +683,8 @@ class Judge:
         if window.local and not window.step.wrapped and not some_reduced:
             self.ranks_train_apart = True
             return None
-        typical_k, longest = (
-            self.typical_k(window.optimizer),
-            max(self._lengths[window.optimizer], default=0),
-        )
+        typical_k = self.typical_k(window.optimizer)
+        longest = max(self._lengths[window.optimizer], default=0)
         sums = judge_sums(members, typical_k, longest, self._stepped_in.get(window.optimizer))
         if window.passes:
             self._stepped_in[window.optimizer] = window.passes[max(window.passes)].records[0].loop
@@ -810,10 +815,8 @@ class Judge:
     def _pending_of(self, window: StepWindow, used: Mapping[Source, float]) -> Pending:
         # what a GradScaler takes out again, before the step or inside of it, is no part of the
         # weights
-        scale, left = (
-            window.step.scale or 1.0,
-            window.left if self._judges_sums and window.factor is not None else 1.0,
-        )
+        scale = window.step.scale or 1.0
+        left = window.left if self._judges_sums and window.factor is not None else 1.0
         factors = [1.0] if abs(left - 1) < 1e-3 else [left, 1.0]
         if self._judges_sums and window.divided is not None:
             factors = [window.divided]  # what is clipping is known, and is no part of the weights
@@ -834,10 +837,8 @@ class Judge:
         shares = [np.array([c for _, c in sorted(one.coefficients.items())]) for one in made]
         if not all(map(len, shares)):
             return False
-        first, places = (
-            shares[0],
-            {one.window.passes[i].site for one in made for _, i in one.coefficients},
-        )
+        first = shares[0]
+        places = {one.window.passes[i].site for one in made for _, i in one.coefficients}
         running = first[-1] * np.arange(
             len(first), 0, -1
         )  # what stands in `.grad` is added up after each pass
@@ -896,7 +897,8 @@ class Judge:
             for one in made
             if optimizer in self._composed
         }
-        typical_k, declared_k = self.typical_k(optimizer), self._declared_k(optimizer)
+        typical_k = self.typical_k(optimizer)
+        declared_k = self._declared_k(optimizer)
         weighed = self._weighed[optimizer] = judge_weights(
             judged, typical_k, declared_k, self._ranks, self._name_of
         )
@@ -1018,7 +1020,8 @@ class Judge:
             for (one, place), (_, times, _) in self._places.items()
             if one == optimizer and times
         }
-        here, there = seen.records[0].loop, self._stepped_in.get(optimizer)
+        here = seen.records[0].loop
+        there = self._stepped_in.get(optimizer)
         alike = here is not None and there is not None and len(here) == len(there)
         # of a place that windows have seen, it is known whether they step on it
         is_new = (optimizer, seen.site) not in self._places

@@ -54,7 +54,9 @@ LAZY = "a lazy module of the model has made its parameters in a call of it"
 LENT = "the model is called with other tensors than its parameters at {}"
 OF_PYTHON = "the model returns a {}, which computes in Python"
 """Why a call cannot be computed again."""
-INPUTS, PARAMETERS, STATE = "inputs", "parameters", "state"
+INPUTS = "inputs"
+PARAMETERS = "parameters"
+STATE = "state"
 """What may be kept of a call as it was, where a call before it did not give the same again."""
 
 Copies = dict[int, torch.Tensor]
@@ -202,8 +204,10 @@ class ModuleCall:
 
     def note_backward(self) -> None:
         """Note how things are when a pass begins to compute the call's gradient."""
-        inputs, point = _fingerprints(self.given), point_of(self.module)
-        arguments, parameters = list[Any](), Copies()
+        inputs = _fingerprints(self.given)
+        point = point_of(self.module)
+        arguments = list[Any]()
+        parameters = Copies()
         if not self.arguments_are_given and not _are_same(self.inputs, inputs):
             arguments = [_copy_of(value) for value in self.given]
         if self.kept.parameters and point != self.point:
@@ -277,7 +281,10 @@ class ModuleCalls:
         self._is_full = False
         self._kept_at: tuple[int, Point] | None = None
         self._last_kept: weakref.ref[Kept] | None = None
-        self._wanted, self._receive, self._ran, self._failed = wanted, receive, ran, failed
+        self._wanted = wanted
+        self._receive = receive
+        self._ran = ran
+        self._failed = failed
         self._surrounding: torch.nn.Module | None = None
         self._begun: tuple[tuple[Any, ...], Callable[..., ModuleCall]] | None = None
         self._handles: list[Any] = []
@@ -291,10 +298,8 @@ class ModuleCalls:
         ]
         # a compiled module asks for it, and would warn of our hooks (torch/_dynamo/eval_frame.py,
         # no issue known)
-        self._asked, module_hooks._has_any_global_hook = (
-            module_hooks._has_any_global_hook,
-            lambda: others,
-        )
+        self._asked = module_hooks._has_any_global_hook
+        module_hooks._has_any_global_hook = lambda: others
 
     def close(self) -> None:
         """Stop watching, and forget a call that has not returned."""
@@ -359,11 +364,13 @@ class ModuleCalls:
         """Keep of a call what is asked for; calls at the same parameters share the copies of these."""
         if not self.keeps:
             return Kept()
-        at, last = (id(module), point_of(module)), self._last_kept and self._last_kept()
+        at = (id(module), point_of(module))
+        last = self._last_kept and self._last_kept()
         kept = Kept.of(
             module, self.keeps, last.parameters if last and at == self._kept_at else None
         )
-        self._kept_at, self._last_kept = at, weakref.ref(kept)
+        self._kept_at = at
+        self._last_kept = weakref.ref(kept)
         return kept
 
     def _after(
@@ -826,7 +833,8 @@ class _Watched:
         self.seen = list[Any]()
         self.states = defaultdict[bool, set[bytes]](set)
         self.marks = list[tuple[str, list[Fingerprint]]]()
-        self._module, self._marked = module, marked
+        self._module = module
+        self._marked = marked
         self._handle: Any = None
         self._names = {id(part): name for name, part in module.named_modules() if name}
 
@@ -834,7 +842,8 @@ class _Watched:
         in_forward = torch._C._current_graph_task_id() == -1
         self.states[in_forward].add(_generators())
         if in_forward and self._marked:
-            kind, name = type(part).__name__, self._names.get(id(part))
+            kind = type(part).__name__
+            name = self._names.get(id(part))
             self.marks.append(
                 (f"{name} ({kind})" if name else kind, _fingerprints(leaves_of(output)))
             )
@@ -867,7 +876,8 @@ class _Replacements:
     @staticmethod
     def of(forward: ModuleCall, arguments: list[Any], how: How) -> _Replacements:
         """Make them, from what was kept of the call where that was."""
-        module, kept = forward.module, {**forward.kept.parameters, **forward.kept.buffers}
+        module = forward.module
+        kept = {**forward.kept.parameters, **forward.kept.buffers}
         generator = None if how.seed is None else torch.Generator().manual_seed(how.seed)
         unit = forward.autocast[1] if forward.autocast[2] else None
         parameters = list(zip(module.parameters(), forward.trained, strict=True))

@@ -98,7 +98,8 @@ MOST_FRAMES = 6
 def here() -> Place:
     """Return the place in the user's program that runs."""
     frame: FrameType | None = sys._getframe(1)
-    line, path = "", list[str]()
+    line = ""
+    path = list[str]()
     # several frames: two losses that go backward through one helper of a trainer are two places
     while frame is not None and len(path) < MOST_FRAMES:
         kind = _kind_of_file(frame.f_code.co_filename)
@@ -120,7 +121,8 @@ def _for_loops(code: CodeType) -> tuple[tuple[int, int, tuple[str, ...]], ...]:
     """Return the `for` loops of a function, outer ones first: first and last instruction, and the
     names they bind.
     """
-    loops, instructions = list[tuple[int, int, tuple[str, ...]]](), list(dis.get_instructions(code))
+    loops = list[tuple[int, int, tuple[str, ...]]]()
+    instructions = list(dis.get_instructions(code))
     for number, head in enumerate(instructions):
         if head.opname != "FOR_ITER":
             continue
@@ -258,16 +260,15 @@ def is_reset(node: ast.AST) -> bool:
     product with 0.
     """
     if isinstance(node, ast.Call):
-        name, arguments = ast.unparse(node.func), ast.unparse(ast.Tuple(node.args)).strip("(,)")
+        name = ast.unparse(node.func)
+        arguments = ast.unparse(ast.Tuple(node.args)).strip("(,)")
         of_zero = name.endswith((".mul_", ".fill_")) and arguments in ("0", "0.0")
         return name.endswith(("zero_grad", "_foreach_zero_")) or (
             "grad" in name and (name.endswith(".zero_") or of_zero)
         )
     if isinstance(node, ast.Assign | ast.AugAssign):
-        target, value = (
-            node.targets[0] if isinstance(node, ast.Assign) else node.target,
-            ast.unparse(node.value),
-        )
+        target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+        value = ast.unparse(node.value)
         return ".grad" in ast.unparse(target) and (
             value in ("None", "0", "0.0") or "zeros" in value
         )
@@ -383,6 +384,7 @@ def living(*kinds: type) -> list[Any]:
     """
     # by `type`, not `isinstance`, which reads `__class__` and so would import what a lazy proxy
     # stands for
-    wanted, objects = set[type]().union(*map(_subclasses, kinds)), gc.get_objects()
+    wanted = set[type]().union(*map(_subclasses, kinds))
+    objects = gc.get_objects()
     # there may be millions of objects, so no Python runs for each
     return list(compress(objects, map(wanted.__contains__, map(type, objects))))

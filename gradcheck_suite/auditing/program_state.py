@@ -288,10 +288,8 @@ class ProgramState:
             self._walk_globals(function)
 
     def _walk_globals(self, function: types.FunctionType) -> None:
-        names, scopes = (
-            _names_of(function.__code__),
-            {id(function.__globals__): function.__globals__},
-        )
+        names = _names_of(function.__code__)
+        scopes = {id(function.__globals__): function.__globals__}
         waiting = list(scopes.values())
         while waiting:
             scope = waiting.pop()
@@ -382,7 +380,8 @@ def _set_tensor(
     if not torch.equal(_bits(data), _bits(values)):
         for dim, stride in enumerate(data.stride()):
             if stride == 0 and data.shape[dim]:  # an expanded tensor cannot be written to
-                data, values = data.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+                data = data.narrow(dim, 0, 1)
+                values = values.narrow(dim, 0, 1)
         data.copy_(values)
     if version is not None:
         torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
@@ -412,7 +411,8 @@ def _content(container: Any) -> Any:
 
 
 def _refill(container: Any, content: Any) -> None:
-    kind, now = _base_of(container), _content(container)
+    kind = _base_of(container)
+    now = _content(container)
     pairs = zip(*(_flat(each) for each in (now, content)), strict=False)
     if len(now) == len(content) and all(a is b for a, b in pairs):
         return  # a thread of the program's may read it at this moment

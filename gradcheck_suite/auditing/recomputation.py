@@ -64,7 +64,8 @@ from gradcheck_suite.core.comparison import (
 from gradcheck_suite.core.findings import Found, finding
 from gradcheck_suite.core.text import counted
 
-ONE_BATCH, BY_MICRO_BATCH = "in one batch", "micro-batch by micro-batch"
+ONE_BATCH = "in one batch"
+BY_MICRO_BATCH = "micro-batch by micro-batch"
 UNSEEN = (
     "bare parameters have none, and a call as `model.forward(...)`, by another method, or with"
     " other tensors by `functional_call` is not seen"
@@ -83,7 +84,8 @@ class NotKept(NotRecomputed):
 
     def __init__(self, what: str, sentence: str, *, may_be_wrong: bool) -> None:
         super().__init__(sentence)
-        self.what, self.may_be_wrong = what, may_be_wrong
+        self.what = what
+        self.may_be_wrong = may_be_wrong
 
 
 class NotReproducible(NotRecomputed):
@@ -94,7 +96,8 @@ class Unexplained(NotRecomputed):
     """The window differs, and nothing that was measured explains it."""
 
 
-UNEXPLAINED, NOT_REPRODUCIBLE = "unexplained-difference", "not-reproducible"
+UNEXPLAINED = "unexplained-difference"
+NOT_REPRODUCIBLE = "not-reproducible"
 """Names of reasons."""
 
 
@@ -200,7 +203,8 @@ def add_gradients(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
     That of two sparse ones, of a large table above all, stays sparse.
     """
-    one, other = one.detach(), other.detach()
+    one = one.detach()
+    other = other.detach()
     return one + other if one.layout == other.layout else _dense(one) + _dense(other)
 
 
@@ -237,7 +241,8 @@ class Total:
 
 def by_micro_batch(parts: Sequence[Part], how: How) -> tuple[Total, list[Replayed]]:
     """Compute each call again and return the weighted sum of the gradients."""
-    total, replayed = Total(), []
+    total = Total()
+    replayed = []
     if len({part.index for part in parts}) < len(parts):
         # under autocast, the calls of one pass share a cast parameter, and their gradients are
         # added up in its dtype
@@ -451,7 +456,8 @@ def compare(
         key: norm(add_gradients(observed[key].to(one.dtype), -one)) for key, one in exact.items()
     }
     size = math.hypot(*(factor * norm(total.gradients[key]) for key in keys))
-    terms, adding = total.terms + FURTHER_ROUNDINGS, abs(factor)
+    terms = total.terms + FURTHER_ROUNDINGS
+    adding = abs(factor)
     allowed = {
         key: adding * growth(terms, total.dtype or dtype_of(observed[key])) * total.sizes[key]
         for key in keys
@@ -495,7 +501,8 @@ def exceeding(
         return allowed[key] + of_draws * float(np.mean(squares[key] or [0.0])) ** 0.5
 
     draw(range(FEW_DRAWS if over else 0))
-    few, many = student_factor(FEW_DRAWS), student_factor(DRAWS)
+    few = student_factor(FEW_DRAWS)
+    many = student_factor(DRAWS)
     unclear = [key for key in over if bound(key, LIKELY) < off[key] <= bound(key, few)]
     # four draws may by chance be ten times as small as the others: more of them settle it
     draw(range(FEW_DRAWS, DRAWS if unclear else FEW_DRAWS))
@@ -684,7 +691,8 @@ def _common_modes(parts: Sequence[Part], passes: Sequence[Running]) -> dict[Part
     """
     calls: dict[tuple[Any, int, int, int], list[Part]] = {}
     for index, group in groupby(parts, attrgetter("index")):
-        members, place = list(group), passes[index].record.place
+        members = list(group)
+        place = passes[index].record.place
         for position, part in enumerate(members):
             calls.setdefault((place, len(members), position, id(part.forward.module)), []).append(
                 part
@@ -705,20 +713,23 @@ def _compute(asked: Asked, result: Recomputed) -> None:
     if whole is not None and whole.gradients.keys() & asked.compared.keys():
         difference = compare(asked.compared, whole, asked.factor, lambda seed: whole)
         if difference.worst is None or asked.is_faulty:
-            result.how, result.error = ONE_BATCH, difference.error
+            result.how = ONE_BATCH
+            result.error = difference.error
             _cover(asked, whole, result)
             _judge_functions(asked, parts, whole.functions, result)
             return
     difference, total, replayed = _computed(asked, parts, How())
     _expect_comparable(asked, total)
     if dtype := _stale_casts(parts, replayed):
-        result.how, result.name = BY_MICRO_BATCH, "stale-parameters"
+        result.how = BY_MICRO_BATCH
+        result.name = "stale-parameters"
         result.sentence = SENTENCES["stale casts"].format(dtype=dtype)
         result.causes = ("casts",)
         return
     if lost := max(map(_lost_by, parts, replayed)):
         _explain_lost(parts, replayed, lost)
-    result.how, result.error = BY_MICRO_BATCH, difference.error
+    result.how = BY_MICRO_BATCH
+    result.error = difference.error
     if asked.is_faulty:
         return
     _cover(asked, total, result)
@@ -1047,14 +1058,18 @@ def _judge_own_terms(
             and whole
             and not any(abs(f * number - 1) < LEAST for f in one.factors)
         ):
-            result.name, result.error, result.allowed = "wrong-scale", number - 1.0, LEAST
+            result.name = "wrong-scale"
+            result.error = number - 1.0
+            result.allowed = LEAST
             result.sentence = SENTENCES["own term"].format(name=names, number=number)
     return True
 
 
 def _blame(name: str, sentence: str, difference: Difference, result: Recomputed) -> None:
-    result.name, result.sentence = name, sentence
-    result.error, result.parameter = difference.error, difference.worst
+    result.name = name
+    result.sentence = sentence
+    result.error = difference.error
+    result.parameter = difference.worst
     result.allowed = difference.error / difference.ratio if difference.ratio else None
 
 
@@ -1096,7 +1111,8 @@ def blame_functions(verdicts: Iterable[FunctionReport], result: Recomputed) -> N
             )
             # the window was computed again with the same fault, so the error is that of the
             # function
-            result.error, result.allowed = verdict.error, LEAST
+            result.error = verdict.error
+            result.allowed = LEAST
 
 
 def judge_calls_of_program(

@@ -174,10 +174,8 @@ class Engine(_engine_class):  # type: ignore[misc]
         # nobody's pass
         if recorder is None or recorder.is_silent or torch.compiler.is_dynamo_compiling():
             return super().run_backward(tensors, *args, **kwargs)
-        inputs, accumulates = (
-            (args[3] if len(args) > 3 else ()),
-            bool(kwargs.get("accumulate_grad", False)),
-        )
+        inputs = args[3] if len(args) > 3 else ()
+        accumulates = bool(kwargs.get("accumulate_grad", False))
         if not recorder.records:
             recorder.passes_seen += accumulates and _task() == -1
             return super().run_backward(tensors, *args, **kwargs)
@@ -218,10 +216,14 @@ class Running:
 
 GROUPING = "_group_tensors_by_device_and_dtype"
 """What torch's clipping calls first, in `torch.nn.utils.clip_grad`."""
-PASSES, WEIGHTS, SUMS, STEPS = "backward passes", "weights", "sums", "steps"
+PASSES = "backward passes"
+WEIGHTS = "weights"
+SUMS = "sums"
+STEPS = "steps"
 MOST_LINES = 64
 """Losses, each an expression at a line that sends it backward, whose own lines are looked for."""
-SCHEDULE, AVERAGE = "a schedule of the learning rate", "an average of the parameters"
+SCHEDULE = "a schedule of the learning rate"
+AVERAGE = "an average of the parameters"
 NEAR = 0.5
 """Relative difference of an average from its parameter; gradients and other states differ by more."""
 FEWEST = 8
@@ -252,7 +254,8 @@ def _guarded(
         def inner(self: Recorder, *args: Any) -> Any:
             if self.is_off(instrument):
                 return None
-            begun, self._begun = self._begun, self._begun or time.perf_counter()
+            begun = self._begun
+            self._begun = self._begun or time.perf_counter()
             try:
                 if not computes:  # for each step of a run that is only counted
                     return function(self, *args)
@@ -324,11 +327,15 @@ class Recorder:
         self.last: Running | None = None
         self.notes: Counter[Found] = Counter()
         self.used_at: dict[int, str] = {}
-        self._receive, self._full, self._resumes = receive, full, resumes
+        self._receive = receive
+        self._full = full
+        self._resumes = resumes
         self._again = again
         self._let_go_of = let_go_of
         self._paused_at: int | None = None
-        self._weights, self._sums, self._objectives = weights, sums, objectives or {}
+        self._weights = weights
+        self._sums = sums
+        self._objectives = objectives or {}
         self._declared: set[str] = set()
         self._undeclared: dict[str, str] = {}
         self._keys: dict[int, int] = {}
@@ -356,7 +363,8 @@ class Recorder:
         self._reset: Place | None = None
         self._schedules: list[weakref.ref[Any]] | None = None
         self._averages: list[weakref.ref[torch.Tensor]] = []
-        self._values_of, self._gradients_of = samples.Together(), samples.Together()
+        self._values_of = samples.Together()
+        self._gradients_of = samples.Together()
         self._clipped_of = samples.Together()
         self._before_clipping = dict[int, Raw]()
         self._grouping: Any = None
@@ -434,7 +442,8 @@ class Recorder:
 
     def pause(self) -> None:
         """Count passes and steps from now on, without a hook on a parameter."""
-        self.records, self._paused_at = False, self.steps_seen
+        self.records = False
+        self._paused_at = self.steps_seen
         self._unhook(2)
         for known in self.parameters.values():
             known.gradient = known.heard = known.hooks = known.raw = known.ratio = None
@@ -464,7 +473,8 @@ class Recorder:
         """Record again from a step on, and tell which ones were only counted."""
         if self._paused_at is not None:
             self._receive(Gap(range(self._paused_at, step)))
-        self.records, self._paused_at = True, None
+        self.records = True
+        self._paused_at = None
 
     @property
     def recorded_until(self) -> int:
@@ -501,7 +511,8 @@ class Recorder:
 
     def _do_what_is_due(self) -> None:
         if self._due is not None:
-            due, self._due = self._due, None
+            due = self._due
+            self._due = None
             due()
 
     @property
@@ -759,7 +770,8 @@ class Recorder:
     def _numbers(self, running: Running) -> None:
         if running.reader.error is not None:
             raise running.reader.error
-        place, numbers = running.record.place, Counter[tuple[str, ...]]()
+        place = running.record.place
+        numbers = Counter[tuple[str, ...]]()
         for term in running.reader.terms():
             # what one line sends backward was made where it was made before; what another line
             # does, an expression of the same operations, may be another loss
@@ -774,7 +786,8 @@ class Recorder:
                 known.losses.add(term.line)
                 known.divisions |= term.divisions
             elif len(known.losses) == 1:
-                term.line, term.divisions = next(iter(known.losses)), frozenset(known.divisions)
+                term.line = next(iter(known.losses))
+                term.divisions = frozenset(known.divisions)
             running.record.terms.append(term)
 
     def _finish(self, running: Running) -> None:
@@ -933,7 +946,8 @@ class Recorder:
         """See at the beginning of a pass what stands in each `.grad`: what the last arrival left,
         or something else.
         """
-        same, given = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
+        same = dict[int, torch.Tensor]()
+        given = dict[int, torch.Tensor]()
         for key, known in self.parameters.items():
             parameter = known.reference()
             if parameter is not None and (gradient := parameter.grad) is not None:
@@ -1051,7 +1065,8 @@ class Recorder:
         """
         if self._groups is None:
             self._groups = _groups_of_shards()
-        reference, ranks = self._groups.get(id(shard)), float(torch.distributed.get_world_size())
+        reference = self._groups.get(id(shard))
+        ranks = float(torch.distributed.get_world_size())
         group: Any = None if reference is None else reference()
         divisor = float(getattr(group, "gradient_divide_factor", None) or ranks)
         if hasattr(group, "_gradient_postdivide_factor"):
@@ -1066,7 +1081,8 @@ class Recorder:
 
     def _surround(self, key: int, parameter: torch.Tensor) -> None:
         """Look at a gradient before and after the program's own hooks on a parameter."""
-        known, hooks = self.parameters[key], parameter._backward_hooks
+        known = self.parameters[key]
+        hooks = parameter._backward_hooks
         if known.hooks is None:
             known.hooks = (
                 parameter.register_hook(lambda g, known=known: self._raw(known, g)),
@@ -1087,16 +1103,19 @@ class Recorder:
         """Compare the factors by which the program's hooks change a gradient with those of the last
         pass.
         """
-        raw, known.raw = known.raw, None
+        raw = known.raw
+        known.raw = None
         if raw is None or gradient is None or gradient.layout != torch.strided:
             return
         then, now = samples.read([raw[0], samples.sample(gradient.detach(), whole=True)])
-        last, unchanged = known.ratio, bool(np.array_equal(then, now, equal_nan=True))
+        last = known.ratio
+        unchanged = bool(np.array_equal(then, now, equal_nan=True))
         if last is None and unchanged:
             return
         # ratios of all elements, kept from pass to pass, would take the memory of the parameters
         ratio = torch.where(raw[1] != 0, _some_of(gradient) / raw[1], torch.nan)
-        known.ratio, fixed = ratio, True
+        known.ratio = ratio
+        fixed = True
         if last is not None and last.shape == ratio.shape:
             both = ~(ratio.isnan() | last.isnan())
             rounding = 1e-3 if ratio.element_size() > 2 else 2e-2
@@ -1111,7 +1130,8 @@ class Recorder:
         hooks = () if parameter is None else (parameter._backward_hooks or {}).values()
         # of a lambda, each time that it is made is another object of the same code
         counts = Counter(id(getattr(h, "__code__", h)) for h in hooks)
-        last_times, known.times = known.times, max(counts.values(), default=0)
+        last_times = known.times
+        known.times = max(counts.values(), default=0)
         if 0 < last_times < known.times:
             record.again.add(key)
         if (found := factor(now, then, 1e-3)) is not None:
@@ -1132,7 +1152,8 @@ class Recorder:
         known = self._optimizers.get(identity)
         if known is not None and known[0]() is optimizer:
             return known[1]
-        index, self._next_optimizer = self._next_optimizer, self._next_optimizer + 1
+        index = self._next_optimizer
+        self._next_optimizer = self._next_optimizer + 1
         # a program may make one for each of thousands of tasks. The collector calls this anywhere,
         # so what is kept of one that has gone is dropped at the next step
         gone = self._gone.append
@@ -1216,7 +1237,9 @@ class Recorder:
         """Return the keys of tensors that share memory, as `head.weight =
         Parameter(embedding.weight.data)` leaves.
         """
-        found, end, before = set[int](), 0, 0
+        found = set[int]()
+        end = 0
+        before = 0
         own = {
             k: t for k, t in tensors.items() if type(t) in samples.OWN and not samples.is_shard(t)
         }
@@ -1226,7 +1249,8 @@ class Recorder:
             if begin < end:
                 found |= {before, key}
             if begin + size > end:
-                end, before = begin + size, key
+                end = begin + size
+                before = key
         return sorted(found)
 
     @_guarded(STEPS)
@@ -1274,7 +1298,8 @@ class Recorder:
         self._forget_dead()
         given: dict[int, torch.Tensor] = {}
         for parameter in own:
-            key, gradient = self._watch(parameter), parameter.grad
+            key = self._watch(parameter)
+            gradient = parameter.grad
             gradients[key] = None
             if gradient is not None and self._sums:
                 given[key] = gradient
@@ -1376,7 +1401,8 @@ def _groups_of_shards() -> dict[int, weakref.ref[Any]]:
 
     Torch documents none of this.
     """
-    fsdp, found = sys.modules.get("torch.distributed.fsdp"), dict[int, weakref.ref[Any]]()
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    found = dict[int, weakref.ref[Any]]()
     with contextlib.suppress(AttributeError):
         for module in living(fsdp.FSDPModule) if fsdp else ():
             for group in module._get_fsdp_state()._fsdp_param_groups:
@@ -1403,7 +1429,8 @@ def _hide_from_dynamo() -> None:
     `torch.compiler.disable` would import Dynamo, which takes a second.
     """
     evaluation: Any = torch._C._dynamo.eval_frame
-    action, own = evaluation._FrameAction, str(Path(__file__).parents[1])
+    action = evaluation._FrameAction
+    own = str(Path(__file__).parents[1])
     as_it_is = evaluation._FrameExecStrategy(action.SKIP, action.DEFAULT)
     # `gc.freeze()` hides functions from the collector, but not from their modules
     modules = [

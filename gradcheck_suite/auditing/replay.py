@@ -196,14 +196,12 @@ class Seen:
         return any(keys & record.arrivals.keys() for record in self.records)
 
 
-SAME, RESET, REDUCED, FACTOR, EDITED, NOT_FINITE = (
-    "same",
-    "reset",
-    "reduced",
-    "factor",
-    "edited",
-    "not finite",
-)
+SAME = "same"
+RESET = "reset"
+REDUCED = "reduced"
+FACTOR = "factor"
+EDITED = "edited"
+NOT_FINITE = "not finite"
 WRITTEN = "written"
 """A result of `torch.autograd.grad`, or a multiple of one, stands there."""
 UNEXPLAINED = EDITED, RESET, NOT_FINITE
@@ -334,7 +332,9 @@ class Replay:
         self.last: dict[int, int] = {}
         self.of_rank: set[int] = set()
         self.alike: Counter[bool] = Counter()
-        self._call, self._before_call, self._at_last_step = -1, 0, 0
+        self._call = -1
+        self._before_call = 0
+        self._at_last_step = 0
         self._dtypes = dtypes
         self._states: list[defaultdict[int, State]] = [defaultdict(State) for _ in range(ranks)]
         self._arrived: defaultdict[Source, dict[int, Vector]] = defaultdict(dict)
@@ -421,7 +421,8 @@ class Replay:
 
         `sure` takes it for reduced even where it may only have been multiplied.
         """
-        state, tolerance = self._states[rank][key], self.tolerance(key)
+        state = self._states[rank][key]
+        tolerance = self.tolerance(key)
         cut, then = alike(now, state.sample)
         if not is_finite(cut):
             return Explanation(NOT_FINITE, 1.0, {}, now)
@@ -471,10 +472,12 @@ class Replay:
         """
         states = [ranked[key] for ranked in self._states]
         total = np.sum([s.sample[: len(now)] for s in states], axis=0)
-        found, off = factor(now, total, 20 * tolerance), 1e-3
+        found = factor(now, total, 20 * tolerance)
+        off = 1e-3
         if found is None:
             # a hook of DDP may compress what it reduces to 16 bits
-            found, off = factor(now, total, RELATIVE["bfloat16"]), 1e-2
+            found = factor(now, total, RELATIVE["bfloat16"])
+            off = 1e-2
         divisor = (
             None
             if found is None
@@ -500,7 +503,8 @@ class Replay:
 
     def on_pass(self, records: Sequence[PassRecord]) -> int:
         """Take a pass of all ranks, and return its index."""
-        index, last = self.number_of_passes, self.passes.get(self.number_of_passes - 1)
+        index = self.number_of_passes
+        last = self.passes.get(self.number_of_passes - 1)
         self.number_of_passes += 1
         self.passes[index] = Seen(records)
         own, *others = (settled(record.now) for record in records)
@@ -571,7 +575,8 @@ class Replay:
 
     def _add(self, rank: int, index: int, record: PassRecord) -> None:
         """Add what has arrived in a pass to what stands in each `.grad`."""
-        states, made = self._states[rank], dict[Any, tuple[Coefficients, Coefficients]]()
+        states = self._states[rank]
+        made = dict[Any, tuple[Coefficients, Coefficients]]()
         self.passes[index].reduced = self.passes[index].reduced or bool(record.shards)
         for keys, now, then in self._together(rank, settled(record.now)):
             if not np.isfinite(now).all():
@@ -580,7 +585,8 @@ class Replay:
                 differences = now - then
             self._arrived[rank, index] |= zip(keys, differences, strict=True)
             for key, is_any in zip(keys, np.any(differences, axis=1).tolist(), strict=True):
-                old, divisor = states[key].coefficients, record.shards.get(key)
+                old = states[key].coefficients
+                divisor = record.shards.get(key)
                 together = (*self._late.pop((rank, key), ()), index) if self._late else (index,)
                 if not is_any:
                     # a branch that begins at zero: whether it was reset cannot be told from it
@@ -630,10 +636,8 @@ class Replay:
         optimizer = steps[0].optimizer
         for rank, step in enumerate(steps):
             for key, now in step.gradients.items():
-                of, stands = (
-                    self._copies.get(key, key),
-                    isinstance(now, np.ndarray) and bool(size(now)),
-                )
+                of = self._copies.get(key, key)
+                stands = isinstance(now, np.ndarray) and bool(size(now))
                 self._states[rank][of] = (
                     State(np.asarray(now), {(rank, EARLIER): 1.0}) if stands else State()
                 )
@@ -660,7 +664,8 @@ class Replay:
                 )
                 for step in steps
             ]
-        optimizer, before = steps[0].optimizer, self.last.get(steps[0].optimizer, 0)
+        optimizer = steps[0].optimizer
+        before = self.last.get(steps[0].optimizer, 0)
         found = self._explain_all(0, settled(steps[0].gradients), inside=False)
         reduced = any(one.event == REDUCED for one in found.values())
         self.of_rank |= self._unequal([step.values for step in steps])
@@ -804,20 +809,24 @@ class Replay:
         self._set_groups(window, kept)
         # an edit within rounding of what was left after a reset is no sum made by hand
         if fit is not None and fit.tells and (not fit.lost or fit.is_of_copies):
-            window.edit, window.error = BY_HAND, fit.error
+            window.edit = BY_HAND
+            window.error = fit.error
             pairs = list(zip(fit.passes, map(float, fit.coefficients), strict=True))
             of_fit = {
                 key: {(0, i): c for i, c in pairs if key in self._arrived[0, i]} for key in fit.keys
             }
             window.coefficients = {**kept, **of_fit}
             return
-        window.factor, window.coefficients = common, kept
+        window.factor = common
+        window.coefficients = kept
         if factors and all(f == 0.0 for f in factors.values()):
             window.edit = "all reset"
         elif any(factors[key] != 0.0 for key in off):
-            window.edit, window.factor = "free", None
+            window.edit = "free"
+            window.factor = None
         elif off:
-            window.edit, window.removed = "reset", off
+            window.edit = "reset"
+            window.removed = off
 
     def _still_stands(self, edited: Mapping[int, Explanation]) -> bool:
         """Return whether what stood in some `.grad` is still a part of them, or nothing tells."""
@@ -864,7 +873,8 @@ class Replay:
         Of a sum, the largest element alone may hide that the others are none; and of few elements,
         any sum may be one.
         """
-        number, largest = 0, 0.0
+        number = 0
+        largest = 0.0
         for keys, now, then in self._together(
             0, {key: one.now[:ELEMENTS] for key, one in found.items()}
         ):
@@ -877,10 +887,8 @@ class Replay:
             )
             if not (np.abs(common * then - now) <= allowed).all():
                 return False
-            number, largest = (
-                number + int(np.count_nonzero(now)),
-                max(largest, float(rounding.max())),
-            )
+            number = number + int(np.count_nonzero(now))
+            largest = max(largest, float(rounding.max()))
         # one element is always a multiple of another one
         return largest ** max(number - 1, 0) <= ACCIDENT or all(
             one.event == SAME for one in found.values()
@@ -925,7 +933,9 @@ class Replay:
             return None
         columns = [column(self._arrived[0, i].get(key, nothing) for key in found) for i in passes]
         target = column(one.now for one in found.values())
-        arrivals, number, of = np.stack(columns, 1), len(passes), (passes, lost, list(found))
+        arrivals = np.stack(columns, 1)
+        number = len(passes)
+        of = (passes, lost, list(found))
         if not is_finite(target) or not np.isfinite(arrivals).all():
             return None
         # rounding is relative to each parameter, and to its elements and its projections apart
@@ -934,7 +944,8 @@ class Replay:
         scale = np.repeat(
             [float(np.hypot.reduce(np.abs(part).max(0))) for part in parts], list(map(len, parts))
         )
-        reached, arrived = scale > 0, arrivals.any(1)
+        reached = scale > 0
+        arrived = arrivals.any(1)
         # projections of few elements say nothing beside them
         elements = np.concatenate([np.arange(len(one)) < ELEMENTS for one in of_keys])
         is_enough = (arrived & elements).sum() >= 2 * number and not size(target[~reached])
@@ -946,10 +957,8 @@ class Replay:
                 growth(number + FURTHER_ROUNDINGS, dtype) for dtype in dtypes
             )
             rows = int(arrived.sum())
-            left, largest = (
-                float(np.sqrt((residual * residual).sum() / (rows - number))),
-                size(solution),
-            )
+            left = float(np.sqrt((residual * residual).sum() / (rows - number)))
+            largest = size(solution)
             if left <= RMS_OF_ROUNDING * rounding * largest:
                 left = max(left, *(UNIT_ROUNDOFF[dtype] * largest for dtype in dtypes))
                 # as if it were no noise that the elements average out, but a direction, such as
@@ -995,7 +1004,8 @@ class Replay:
                 self.passes[index].consumers.setdefault(window.optimizer, self.number_of_passes)
         self.last[window.optimizer] = self.number_of_passes
         if window.number != self._call:
-            self._call, self._before_call = window.number, self._at_last_step
+            self._call = window.number
+            self._before_call = self._at_last_step
         self._at_last_step = self.number_of_passes
         for key in window.keys:
             self._owners[key].add(window.optimizer)

@@ -27,7 +27,8 @@ import torch
 
 from gradcheck_suite.auditing.vectors import ELEMENTS, PROJECTIONS, Vector
 
-TILE, MOST_TILES = 4096, 256
+TILE = 4096
+MOST_TILES = 256
 Raw = torch.Tensor | Vector
 """A sample that may still lie on a device."""
 
@@ -81,11 +82,9 @@ def _on_device(device: torch.device) -> torch.Tensor:
 def _projected(array: npt.NDArray[Any]) -> Vector:
     """Return the projections of flat numbers: the sign of a tile times the sign of a place in it."""
     whole = len(array) // TILE
-    tiles, signs, columns = (
-        array[: whole * TILE].reshape(whole, TILE),
-        _of_tiles(whole),
-        np.zeros(TILE),
-    )
+    tiles = array[: whole * TILE].reshape(whole, TILE)
+    signs = _of_tiles(whole)
+    columns = np.zeros(TILE)
     for begin in range(0, whole, MOST_TILES):  # numbers of bfloat16 are a copy
         some = slice(begin, begin + MOST_TILES)
         columns += np.einsum("i,ij->j", signs[some], _numbers(tiles[some]))
@@ -115,7 +114,8 @@ def _of_sparse(tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.layout != torch.sparse_coo:  # compressed rows, or a layout of a library of kernels
         tensor = tensor.to_dense().to_sparse_coo()
-    indices, values = tensor._indices(), tensor._values().detach()
+    indices = tensor._indices()
+    values = tensor._values().detach()
     rows = values.reshape(indices.shape[1], -1).double()
     key = sum((d + 1.7548776662) * indices[d].double() for d in range(indices.shape[0]))
     phases = torch.arange(1, PROJECTIONS + 1, device=rows.device).double()
@@ -125,7 +125,8 @@ def _of_sparse(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([projected[:, 0], projected.sum(1)])
 
 
-_LOWEST, _HIGHEST = 1 << 12, 1 << 56
+_LOWEST = 1 << 12
+_HIGHEST = 1 << 56
 """Addresses between which a process of 64 bits has its memory: 47 bits of them on x86-64, 48 or 52
 on aarch64, 56 with pages of five levels.
 """
@@ -190,7 +191,8 @@ def _spot(tensor: torch.Tensor) -> _Spot | None:
     dtype = _DTYPES.get(tensor.dtype)
     if not is_plain(tensor) or dtype is None or not tensor.numel():
         return None
-    size, address = tensor.element_size(), tensor.data_ptr()
+    size = tensor.element_size()
+    address = tensor.data_ptr()
     if address % size or not _LOWEST <= address < _HIGHEST:
         return None
     in_a_row = tensor.is_contiguous()
@@ -254,7 +256,8 @@ class _Rows:
 
 
 def _rows_of(found: Sequence[tuple[int, _Spot]]) -> _Rows:
-    indices, spots = [i for i, _ in found], [spot for _, spot in found]
+    indices = [i for i, _ in found]
+    spots = [spot for _, spot in found]
     places, exist = _places(tuple(spot.number for spot in spots))
     where = np.array([spot.first for spot in spots])[:, None] + places
     for row, spot in enumerate(spots):
@@ -285,11 +288,14 @@ class Together:
                 known += [] if all(known[-1]) else [list(map(torch.Tensor.stride, tensors))]
             if known is not None and known == self._known:
                 return tensors, []
-        spots, kept, elsewhere = list(map(_spot, tensors)), list(tensors), list[int]()
+        spots = list(map(_spot, tensors))
+        kept = list(tensors)
+        elsewhere = list[int]()
         rows: dict[Any, list[tuple[int, _Spot]]] = {}
         for i, at in enumerate(spots):
             if at is None:
-                known, kept[i] = None, _plain(tensors[i])
+                known = None
+                kept[i] = _plain(tensors[i])
                 at = _spot(kept[i])
             if at is None:
                 elsewhere.append(i)
@@ -341,7 +347,8 @@ class Together:
                 )
                 taken = np.hstack([taken, [_projected(numbers) for numbers in flat]])
             for i, sampled, mark in zip(rows.tensors, taken, _marks(some), strict=True):
-                found[i], marks[i] = sampled, mark
+                found[i] = sampled
+                marks[i] = mark
         return found, marks
 
 
@@ -368,7 +375,8 @@ def _taken_elsewhere(tensor: torch.Tensor, *, whole: bool) -> tuple[Raw, int | N
                 tensor
             )  # its values have no fixed places: strided elements would compare other rows
             return (found.numpy() if found.device.type == "cpu" else found), None
-        flat, step = tensor.reshape(-1), _stride(tensor.numel())
+        flat = tensor.reshape(-1)
+        step = _stride(tensor.numel())
         picked = flat[: step * (ELEMENTS - 1) + 1 : step].double()
         picked = torch.nn.functional.pad(picked, (0, ELEMENTS - picked.numel()))
         return (torch.cat([picked, _projected_on_device(flat)]) if whole else picked), None

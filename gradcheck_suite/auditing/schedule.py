@@ -11,10 +11,14 @@ from collections import Counter
 
 from gradcheck_suite.core.options import EVERY, AuditOptions
 
-FIRST, AGAIN, ATTEMPTS, PAIR = 20, 3, 6, 2
+FIRST = 20
+AGAIN = 3
+ATTEMPTS = 6
+PAIR = 2
 """Windows at the beginning that are judged, those of them that are computed again, in so many attempts, and windows
 that are judged together: that a gradient leaks shows in the second one."""
-FURTHEST, ON_RANKS = 500, 50
+FURTHEST = 500
+ON_RANKS = 50
 """Windows of which one pair is judged whatever it costs; the same where several ranks judge the same windows."""
 LONGEST = 20
 """Doublings of the number of windows after which one that cannot be computed again is tried again."""
@@ -46,7 +50,9 @@ class Schedule:
     def __init__(self, options: AuditOptions, *, on_ranks: bool) -> None:
         self.full = self.whole = True
         self.again: Counter[int] = Counter()
-        self._every, self._share, self._on_ranks = options.every or EVERY, options.share, on_ranks
+        self._every = options.every or EVERY
+        self._share = options.share
+        self._on_ranks = on_ranks
         self._began = self._last = time.perf_counter()
         self._due: dict[int, int] = {}
         self._attempts: Counter[int] = Counter()
@@ -70,7 +76,8 @@ class Schedule:
         self._last_window[optimizer] = self._windows
         while self._last_window[oldest := next(iter(self._last_window))] <= self._windows - RECENT:
             del self._last_window[oldest]
-        length, self._passes = passes - self._passes, passes
+        length = passes - self._passes
+        self._passes = passes
         self._lengths[length] += 1
         if length != self._lengths.most_common(1)[0][0]:
             self._odd, period = self._windows, self._windows - self._odd
@@ -86,12 +93,15 @@ class Schedule:
             was_full: whether it was looked at in full.
         """
         now = time.perf_counter()
-        cost, seconds = spent - self._spent, now - self._last
-        self._spent, self._last = spent, now
+        cost = spent - self._spent
+        seconds = now - self._last
+        self._spent = spent
+        self._last = now
         self._judged[optimizer] += 1
         self._in_a_row += 1
         if self._is_fresh:  # it tells what stands in `.grad`, and has been counted
-            self._is_fresh, self._passes = False, passes
+            self._is_fresh = False
+            self._passes = passes
             return True
         self._measure(optimizer, passes)
         if was_full:
@@ -189,12 +199,10 @@ class Schedule:
             begins = begins or self._windows == self._expected - PAIR
             begins = begins or self._pays((PAIR + 1) * self._of_windows + due * self._of_recomputed)
         if begins:
-            self._counted, self._gaps, self._is_fresh, self._last = (
-                0,
-                self._gaps + 1,
-                True,
-                time.perf_counter(),
-            )
+            self._counted = 0
+            self._gaps = self._gaps + 1
+            self._is_fresh = True
+            self._last = time.perf_counter()
             self._judged.clear()
             self._in_a_row = 0
             self.full = self.whole = due and self._pays(self._of_recomputed)

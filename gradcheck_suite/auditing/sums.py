@@ -287,7 +287,8 @@ class Members:
 
     def is_null(self, index: int) -> bool:
         """Return whether what arrived from a pass was exactly 0, which tells nothing."""
-        window, records = self.window, self.window.passes[index].records
+        window = self.window
+        records = self.window.passes[index].records
         if not window.null:
             return False
         reached = [
@@ -467,7 +468,8 @@ def _judge_kept(members: Members) -> Sums | None:
     are micro-batches, and of their coefficients 2, the number of passes, and one over these are
     what adding a buffer to itself or dividing it each time gives.
     """
-    window, r = members.window, len(members.required)
+    window = members.window
+    r = len(members.required)
     terms = {
         tuple(term.expression for term in record.terms)
         for i in members.required
@@ -665,7 +667,8 @@ def _resets(members: Members, lost: Sequence[int]) -> Change | None:
     """Return where the gradient that was lost was reset: where it was let go, or the lines that may
     have done it.
     """
-    window, number = members.window, max(lost)
+    window = members.window
+    number = max(lost)
     after = next((seen.records[0] for i, seen in window.passes.items() if i > number), None)
     if after is None:
         return None
@@ -676,7 +679,8 @@ def _resets(members: Members, lost: Sequence[int]) -> Change | None:
 
 def _edits(members: Members) -> Change | None:
     """Return where `.grad` may have been edited between the passes."""
-    window, passes = members.window, members.required
+    window = members.window
+    passes = members.required
     if len(passes) < 2:
         return None
     return _between(window, passes[0], window.passes[passes[-1]].records[0], is_edit, "edit")
@@ -684,7 +688,8 @@ def _edits(members: Members) -> Change | None:
 
 def _is_clipping(members: Members) -> bool:
     """Return whether clipping is all that may have changed `.grad` between the passes."""
-    window, passes = members.window, members.required
+    window = members.window
+    passes = members.required
     if len(passes) < 2:
         return False
     last = window.passes[passes[-1]].records[0]

@@ -29,13 +29,19 @@ COARSE = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """The unit roundoff of the dtypes in which a loss's factors are rounded noticeably."""
 ROUNDINGS = 16
 """Roundings of a coarse dtype that a factor may have gone through."""
-MARK, DECLARED = "gradcheck_suite audit", "gradcheck_suite objective"
+MARK = "gradcheck_suite audit"
+DECLARED = "gradcheck_suite objective"
 """Entries of a node's metadata: it has gone backward; the count and the reduction that the program declares for it."""
 
 # The table of nodes. `scalar` says what a node does to one number on its way from the loss to a
 # term, `below` what it does to the elements under a term's reduction.
-PASS, EACH, TERM, OPAQUE = "pass", "each live input", "term", "opaque"
-WEIGHTED, PARTIAL, ITEMS = "pass, with weights", "partial reduction", "items"
+PASS = "pass"
+EACH = "each live input"
+TERM = "term"
+OPAQUE = "opaque"
+WEIGHTED = "pass, with weights"
+PARTIAL = "partial reduction"
+ITEMS = "items"
 
 
 @dataclass(frozen=True)
@@ -223,7 +229,8 @@ def _of_parameters(edge: Edge) -> bool:
     """Return whether something is a function of parameters alone: the same in every micro-batch of
     a window.
     """
-    stack, seen = [edge[0]], set()
+    stack = [edge[0]]
+    seen = set()
     while stack:
         node = stack.pop()
         if node in seen:
@@ -250,13 +257,18 @@ def _concatenated_inputs(edge: Edge) -> tuple[list[Edge], bool, bool]:
         the losses; whether the tensor is a linear function of them; whether something else with a
         gradient, that is no function of parameters alone, meets them.
     """
-    stack, seen, found, linear, others = [edge], set[Edge](), list[Edge](), True, False
+    stack = [edge]
+    seen = set[Edge]()
+    found = list[Edge]()
+    linear = True
+    others = False
     while stack:
         node, index = here = stack.pop()
         if here in seen:
             continue
         seen.add(here)
-        name, inputs = kind(node), live(node)
+        name = kind(node)
+        inputs = live(node)
         row = NODES.get(name, UNKNOWN)
         if row == NODES["Cat"] and all(elements(*below) == 1 for below in inputs):
             found += inputs
@@ -278,7 +290,8 @@ def _valid(node: Any) -> torch.Tensor | None:
     """Return how many targets an unreduced loss does not ignore, or the chunks of one that `cat`
     joins.
     """
-    name, inputs = kind(node), live(node)
+    name = kind(node)
+    inputs = live(node)
     if name.startswith("Nll"):
         return (
             None
@@ -332,7 +345,8 @@ class _Found:
 
     def numbers(self) -> Term:
         """Return the term in numbers, once its backward has run."""
-        term, arrived = self.term, self.seen.get("arrived")
+        term = self.term
+        arrived = self.seen.get("arrived")
         if arrived is None:
             return term
         if (arrived := _real(arrived)) is None:
@@ -345,7 +359,8 @@ class _Found:
             weight = float(arrived)
         else:  # what goes backward is no scalar: its gradient was given
             given = _Weights(arrived)
-            weight, counts["nonzero"] = given.largest, given.number
+            weight = given.largest
+            counts["nonzero"] = given.number
             if given.smallest < given.largest * (1 - term.tolerance):
                 # as of representations that are computed once more, by chunks: it came back through
                 # another graph
@@ -369,7 +384,8 @@ class _Found:
         term.divisions = frozenset(one.line for one in self.above if one.line is not None)
         term.factor = prod(_by(*one) for one in self.numbers_below)
         if (each := self.seen.get("items")) is not None:
-            weights, below = _Weights(each), self.inner[self.outside :]
+            weights = _Weights(each)
+            below = self.inner[self.outside :]
             counts["nonzero"] = weights.number / prod(number for _, number in below)
             if weight:
                 counts["weights"] = (
@@ -382,17 +398,18 @@ class _Found:
                     size for divides, size in self.inner if divides
                 )
                 ones = term.item is not None and abs(term.item[0] - one) <= term.tolerance * one
-                own, sums = (
-                    counts["elements"],
-                    [counts.get("weights", 0.0) / abs(f) for f in (1.0, term.factor) if f],
-                )
+                own = counts["elements"]
+                sums = [counts.get("weights", 0.0) / abs(f) for f in (1.0, term.factor) if f]
                 # the roundings of a sum that was made 1 on average are more than those of one
                 # factor
                 normal = any(abs(found - own) <= 10 * term.tolerance * own for found in sums)
                 term.hides = not (ones or normal)
-        term.weight, divisor, number = weight, 1.0, counts.get("elements", 1.0)
+        term.weight = weight
+        divisor = 1.0
+        number = counts.get("elements", 1.0)
         for divides, size in self.inner:
-            divisor, number = divisor * (size if divides else 1), number * size
+            divisor = divisor * (size if divides else 1)
+            number = number * size
             term.deeper = *term.deeper, (weight / divisor, number)
         return term
 
@@ -413,7 +430,8 @@ class _Weights:
     def __init__(self, gradient: torch.Tensor) -> None:
         size = gradient.detach().abs().double().flatten()
         some = size[size > 0]
-        self.number, self.total = float(some.numel()), float(size.sum())
+        self.number = float(some.numel())
+        self.total = float(size.sum())
         self.largest = float(size.max()) if size.numel() else 0.0
         self.smallest = float(some.min()) if some.numel() else 0.0
 
@@ -479,7 +497,8 @@ class Reader:
                 count, reduction = declared
                 term = Term(("declared",), counts={"counted": count}, mean=reduction == "mean")
                 return self._add(_Found(term, above=above), node, index)
-            name, inputs = kind(node), live(node)
+            name = kind(node)
+            inputs = live(node)
             if name == "_DDPSink":
                 inputs = _same(node, index, inputs)
             row = NODES.get(name, UNKNOWN)
@@ -540,7 +559,9 @@ class Reader:
 
         Return False, and read nothing, where one is an item instead.
         """
-        before, handles, visited = len(self.found), len(self._handles), set(self._visited)
+        before = len(self.found)
+        handles = len(self._handles)
+        visited = set(self._visited)
         for edge in edges:
             self._scalar(*edge, above)
         new = self.found[before:]
@@ -577,7 +598,8 @@ class Reader:
         self, node: Any, index: int, above: Numbers, name: str, inputs: list[Edge]
     ) -> None:
         factors = [edge for edge in inputs if not _of_parameters(edge)] or inputs
-        below, joins = factors[0], [_concatenated_inputs(edge) for edge in factors]
+        below = factors[0]
+        joins = [_concatenated_inputs(edge) for edge in factors]
         losses, linear, others = next((join for join in joins if join[0]), joins[0])
         if losses and (others or len(factors) > 1):
             return self._opaque(
@@ -598,7 +620,8 @@ class Reader:
         the items.
         """
         while True:
-            name, inputs = kind(node), live(node)
+            name = kind(node)
+            inputs = live(node)
             row = NODES.get(name, UNKNOWN)
             if (
                 len(inputs) != 1
@@ -607,13 +630,15 @@ class Reader:
             ):
                 break
             if row.below == WEIGHTED:
-                weighted, found.outside = True, len(found.inner)
+                weighted = True
+                found.outside = len(found.inner)
             if name in ("Div", "Mul"):
                 number = _number(node)
                 found.sampled = found.sampled or number is None
                 found.numbers_below += [] if number is None else [(name, number)]
             if row.below == PARTIAL:
-                before, after = elements(node, index), elements(*inputs[0])
+                before = elements(node, index)
+                after = elements(*inputs[0])
                 if 0 < before < after:
                     found.inner.append((name == "Mean", after // before))
             elif elements(*inputs[0]) < elements(node, index):
@@ -639,7 +664,8 @@ class Reader:
         self._add(_Found(term, above=above), node, index)
 
     def _add(self, found: _Found, node: Any, index: int) -> None:
-        found.node, found.has_dimension = node, bool(_shape(node, index))
+        found.node = node
+        found.has_dimension = bool(_shape(node, index))
         found.term.line = _line_of(node)
         self.found.append(found)
         self._hook(node, found, "arrived", index)
@@ -703,7 +729,9 @@ def leaves_below(
         beyond: nodes that are not entered.
     """
     stack = [node for node in nodes if node is not None]
-    leaves, joins, seen = [], [], {*beyond}
+    leaves = []
+    joins = []
+    seen = {*beyond}
     while stack:
         node = stack.pop()
         if node in seen:
@@ -729,7 +757,9 @@ def used_at(nodes: Iterable[Any]) -> dict[int, str]:
     """Return the id of each leaf below -> the line of the program that used it, where nodes keep
     their stacks.
     """
-    stack, seen, found = list(nodes), set[Any](), dict[int, str]()
+    stack = list(nodes)
+    seen = set[Any]()
+    found = dict[int, str]()
     while stack:
         node = stack.pop()
         if node is None or node in seen:
@@ -784,7 +814,9 @@ class Outside:
 def outside_of_calls(nodes: Iterable[Any]) -> Outside:
     """Return what is below some nodes and inside of no recorded call."""
     stack = [node for node in nodes if node is not None]
-    leaves, kinds, seen = list[torch.Tensor](), set[type](), set[Any]()
+    leaves = list[torch.Tensor]()
+    kinds = set[type]()
+    seen = set[Any]()
     while stack:
         node = stack.pop()
         if node is None or node in seen:

@@ -10,7 +10,8 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-ELEMENTS, PROJECTIONS = 16, 8
+ELEMENTS = 16
+PROJECTIONS = 8
 Vector = npt.NDArray[np.float64]
 """The elements, then the projections where they were taken."""
 
@@ -39,7 +40,8 @@ def distance(one: Vector, other: Vector) -> float:
     number of elements lies between them. Elements that are all 0 have the scale of the projections.
     """
     one, other = alike(one, other)
-    whole, parts = size(other) or 1.0, (slice(ELEMENTS), slice(ELEMENTS, None))
+    whole = size(other) or 1.0
+    parts = (slice(ELEMENTS), slice(ELEMENTS, None))
     return float(
         np.max([size(one[part] - other[part]) / (size(other[part]) or whole) for part in parts])
     )

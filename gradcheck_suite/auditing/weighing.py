@@ -315,7 +315,8 @@ def _note_unknown(
     """
     window = one.window
     records = {source: window.passes[source[1]].records[source[0]] for source in one.coefficients}
-    unreadable, partial = set[Unknown](), set[Unknown]()
+    unreadable = set[Unknown]()
+    partial = set[Unknown]()
     for record in records.values():
         for term in record.terms:
             if term.opaque:
@@ -484,21 +485,22 @@ def _of_unequal(use: Use, general: Diagnosis | None, *, is_shown: bool) -> Viola
         general: their name where no count explains them.
         is_shown: whether other windows show that the loss has no coefficient.
     """
-    objective, own = use.objective, use.objective.parts[0].term.own
-    named, count = objective.named or general, objective.count or own
+    objective = use.objective
+    own = use.objective.parts[0].term.own
+    named = objective.named or general
+    count = objective.count or own
     assert named is not None
     empty = _empty(objective, use.window) if named.name == MEAN_OF_MEANS else set()
     w = _weights(objective, count, empty)
     whole = 1.0 if is_shown else coefficient(w)
-    sentence, causes = named.sentence, named.causes
+    sentence = named.sentence
+    causes = named.causes
     if named.name == MEAN_OF_MEANS:
         # with the share of those without items, and with a division that is left out
         seen = replace(w, observed=w.observed / whole)
         told = diagnose(seen, only=(MEAN_OF_MEANS,))
-        sentence, causes = (
-            means_text(seen, [seen]) if names_nothing(told) else told.sentence,
-            told.causes,
-        )
+        sentence = means_text(seen, [seen]) if names_nothing(told) else told.sentence
+        causes = told.causes
         if count == "elements" and w.counts != _weights(objective, own, empty).counts:
             sentence = (
                 "the mean divides by all elements of its micro-batch, padding included, and"
@@ -514,7 +516,8 @@ def _beside_empty(objective: Objective, window: StepWindow) -> Objective:
 
     Such a micro-batch has no term, and its share of the mean is missing all the same.
     """
-    first, empty = objective.parts[0].term, len(_empty(objective, window))
+    first = objective.parts[0].term
+    empty = len(_empty(objective, window))
     if objective.status == UNEQUAL or objective.right() or not first.mean or not empty:
         return objective
     mass = objective.weights[0] * first.counts.get(first.own, 0.0)

@@ -26,8 +26,11 @@ from gradcheck_suite.core.text import counted
 from gradcheck_suite.judge.naming import diagnose, names_nothing
 from gradcheck_suite.judge.weights import ADDED, MOST_ADDED, Diagnosis, Weights
 
-EQUAL, UNEQUAL, UNEVEN = "equal", "unequal", "uneven"
-MEAN_OF_MEANS, WRONG_COUNT = "mean-of-means", "wrong-count"
+EQUAL = "equal"
+UNEQUAL = "unequal"
+UNEVEN = "uneven"
+MEAN_OF_MEANS = "mean-of-means"
+WRONG_COUNT = "wrong-count"
 ACROSS_SITES = "*"
 """The mode of an expression that is one objective at several places."""
 
@@ -176,7 +179,8 @@ def compare(parts: Sequence[Part], key: Key = ()) -> Objective:
     """Compare the terms of one objective: the same weight at some level, else whether counts make
     them unequal.
     """
-    tolerance, own = max(part.tolerance for part in parts), parts[0].term.own
+    tolerance = max(part.tolerance for part in parts)
+    own = parts[0].term.own
     with_factor = any(part.term.factor != 1 for part in parts)
     levels = [_levels(part.term, with_factor=with_factor) for part in parts]
     best: Objective | None = None
@@ -248,7 +252,8 @@ def evidence(
         beside: what else may be counted, in words -> the numbers.
         empty: micro-batches of the objective's lines without items.
     """
-    sources, none = [*(part.source for part in parts), *empty], (0.0,) * len(empty)
+    sources = [*(part.source for part in parts), *empty]
+    none = (0.0,) * len(empty)
     owners = tuple(rank for rank, _ in sources)
     ranks = len({*owners})
     return Weights(
@@ -291,7 +296,10 @@ WORDS = {
 # Readings of several terms that one expression has in one backward.
 
 
-EACH, CHUNKS, BLEND, BATCH = "each", "chunks", "blend", "batch"
+EACH = "each"
+CHUNKS = "chunks"
+BLEND = "blend"
+BATCH = "batch"
 MODES = (EACH, CHUNKS, BLEND, BATCH)
 """The k-th term with the k-th; chunks of one batch (counts add up); blends over the same items, as in mixup (weights
 add up); chunks whose number varies (the mean weight)."""
@@ -307,10 +315,8 @@ def _merged(mode: str, terms: Sequence[Term]) -> list[Term]:
         weight * term.counts.get(first.own, 0.0)
         for weight, term in zip(weights, terms, strict=True)
     ]
-    total, with_factors = (
-        sum(shares),
-        sum(share * term.factor for share, term in zip(shares, terms, strict=True)),
-    )
+    total = sum(shares)
+    with_factors = sum(share * term.factor for share, term in zip(shares, terms, strict=True))
     factor = with_factors / total if total else 1.0
     plain = replace(
         first, deeper=(), item=None, factor=factor, hides=any(term.hides for term in terms)
@@ -511,7 +517,8 @@ class Use:
         """What is added to each count so that none divides by 0, where each micro-batch then weighs
         1; else 0.
         """
-        weight, tolerance = self.objective.weight, self.objective.tolerance
+        weight = self.objective.weight
+        tolerance = self.objective.tolerance
         numbers = self.objective.counts.get(self.count, ())
         off = [1 - weight * n for n in numbers]
         if not off or not tolerance < min(off) <= max(off) < MOST_ADDED:
@@ -571,7 +578,8 @@ class Scale:
 def _choose_count(uses: Sequence[Use]) -> None:
     """Choose one way of counting for the whole run: the one that is right most often."""
     names = set.intersection(*(set(use.objective.coefficients) for use in uses))
-    first, own = uses[0], uses[0].objective.parts[0].term.own
+    first = uses[0]
+    own = uses[0].objective.parts[0].term.own
     tolerance = first.objective.tolerance
 
     def fits(name: str) -> tuple[int, bool, bool]:
@@ -621,7 +629,8 @@ def _count_together(windows: Sequence[Sequence[Use]]) -> None:
         chosen = max(islice(product(*map(sorted, names)), MOST_CHOICES), key=fits)
         for several in windows if any(fits(chosen)[:2]) else ():
             for use, name in zip(several, chosen, strict=True):
-                use.count, use.own = name, use.objective.coefficients[name]
+                use.count = name
+                use.own = use.objective.coefficients[name]
     for several in windows:
         for use in several:
             use.total = sum(other.own for other in several)
@@ -673,7 +682,8 @@ def _of_objective(
         if use.right:
             _note_other_count(use, notes)
             continue
-        left_in, undivided = _left_in(use, uses), _not_divided_beside(use)
+        left_in = _left_in(use, uses)
+        undivided = _not_divided_beside(use)
         if (
             not left_in
             and not use.is_mean
@@ -755,7 +765,8 @@ def _not_divided_beside(use: Use) -> Found | None:
 
     This is no fault, since a coefficient may be meant for each micro-batch.
     """
-    r, one = use.length, use.objective
+    r = use.length
+    one = use.objective
     has_no_count = use.is_mean or one.parts[0].term.of_parameters
     beside = next(
         (
@@ -780,7 +791,8 @@ def _begun_anew(use: Use, uses: Sequence[Use]) -> Scale | None:
     """Recognise passes before a whole window, where other windows are right and shorter: it was
     begun anew.
     """
-    right, masses = [u for u in uses if u.right and u.length > 1], use.masses
+    right = [u for u in uses if u.right and u.length > 1]
+    masses = use.masses
     if len(right) < 2 or use.length <= max(u.length for u in right):
         return None
     whole = next(
@@ -816,7 +828,8 @@ def _note_other_count(use: Use, notes: Counter[Found]) -> None:
 
 def _may_be_divided(use: Use, what: str) -> bool:
     """Return whether a division by the window's length may be there, though the weights lack it."""
-    r, window = use.length, use.window
+    r = use.length
+    window = use.window
     by_data = any(part.term.by_data for part in use.objective.parts)
     if (
         not (use.is_mean or what or by_data)
@@ -868,7 +881,8 @@ def _planned(count: float, own: float) -> Found:
 
 def _against_configured(use: Use, declared_k: int | None) -> Scale | None:
     """Compare C with r/K: nothing in the run shows K where every window is shorter."""
-    r, k = use.length, declared_k
+    r = use.length
+    k = declared_k
     if k is None or r >= k or not use.whole or not near(use.own, r / k, use.objective.tolerance):
         return None
     return Scale(
@@ -882,7 +896,8 @@ def _still_scaled(use: Use) -> Scale | Found | None:
     """Recognise the scale of a GradScaler, where nothing was done to `.grad` that has divided by
     it.
     """
-    window, tolerance = use.window, use.objective.tolerance
+    window = use.window
+    tolerance = use.objective.tolerance
     scale = next(
         (scale for scale in window.step.passed_by if near(use.own, scale, tolerance)), None
     )
@@ -903,7 +918,8 @@ def _left_in(use: Use, uses: Sequence[Use]) -> Scale | None:
 
     No clipping makes the weights of two windows right.
     """
-    tolerance, window = use.objective.tolerance, use.window
+    tolerance = use.objective.tolerance
+    window = use.window
     others = [u.taken_out for u in uses if u.right and not near(u.taken_out, 1.0, 1e-3)]
     if len(others) < 2:
         return None
@@ -967,7 +983,8 @@ def _against_other_lengths(
     whole = round(divisor)
     fits = abs(divisor - whole) < 1e-3 and 1 <= whole <= max(by_length) and whole != use.length
     if base and fits and (right or (not constant and use.length != typical_k)):
-        what, own = f"divided by {whole}", near(base, 1.0, tolerance)
+        what = f"divided by {whole}"
+        own = near(base, 1.0, tolerance)
         if not own and whole != typical_k:
             what += f" (beside the loss's coefficient of {base:.6g})"
         elif not own:
@@ -1019,7 +1036,8 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | Found | Non
     whose = USERS if use.others else None
     if not use.whole:
         return whose
-    tolerance, r = use.objective.tolerance, use.length
+    tolerance = use.objective.tolerance
+    r = use.length
     others = {u.items for u in uses if u.items != use.items}
     if (
         not use.is_mean
@@ -1041,10 +1059,8 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | Found | Non
     never = f"the sum of {r} means{{}}, never divided by their number"
     # a small coefficient is a common one, of one loss beside a larger one above all
     is_small = r == 2 or (use.total or 0.0) > 2 * use.own
-    of_ranks, by_all = (
-        never.format(f", times the {ranks} ranks"),
-        "each loss is divided by the count of all ranks",
-    )
+    of_ranks = never.format(f", times the {ranks} ranks")
+    by_all = "each loss is divided by the count of all ranks"
     # by which powers of the window's length and of the number of ranks the weights are too large
     readings = [
         (of_means, 1, 0, never.format(""), "not-divided"),

@@ -509,7 +509,8 @@ def _in_torch(call: tuple[Any, list[Any], Any], inputs: Any, cotangents: Any) ->
         for x, c in zip(real_results(out), cotangents, strict=True)
         if x.requires_grad
     ]
-    real, weights = [x for x, _ in pairs], [c for _, c in pairs]
+    real = [x for x, _ in pairs]
+    weights = [c for _, c in pairs]
     return [
         _numbers(g)
         for g in torch.autograd.grad(
@@ -548,7 +549,8 @@ class _LossModule(nn.Module):
     def __init__(self, model: nn.Module, loss: LossFunction, batch: Batch) -> None:
         super().__init__()
         self.model = model
-        self._loss, self._batch = _named_forward(loss), batch
+        self._loss = _named_forward(loss)
+        self._batch = batch
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
         """Return the loss of the batch made of these tensors."""
@@ -626,7 +628,8 @@ def _quiet() -> Iterator[None]:
     """Suppress export's deprecation warnings, and the graphs that it logs and prints when it fails."""
     with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
-        before, trace = logging.root.manager.disable, logging.getLogger("torch.__trace")
+        before = logging.root.manager.disable
+        trace = logging.getLogger("torch.__trace")
         traced = trace.disabled
         logging.disable(logging.CRITICAL)
         # `logging.disable` does not reach this logger, and pytest prints its output under a failing
@@ -647,7 +650,8 @@ def _operations_listed_once() -> Iterator[None]:
     That takes half of the time of a small export (torch 2.13); not reported upstream as far as
     known.
     """
-    utilities, name = torch._export.utils, "_materialize_cpp_cia_ops"
+    utilities = torch._export.utils
+    name = "_materialize_cpp_cia_ops"
     with (
         mock.patch.object(utilities, name, cache(getattr(utilities, name)))
         if hasattr(utilities, name)
@@ -695,7 +699,8 @@ def _check(node: fx.Node) -> None:
     op = operation_of(node)
     if node.op != "call_function" or not isinstance(op, torch._ops.OperatorBase):
         return
-    name, register = f"torch.ops.higher_order.{op}", ""
+    name = f"torch.ops.higher_order.{op}"
+    register = ""
     if isinstance(op, torch._ops.OpOverload):
         if lowering_of(op) is not None:
             return
@@ -728,7 +733,8 @@ def _not_exportable(
     depends = (
         "DataDependent" in kind or "data-dependent" in text.lower() or "unbacked" in text.lower()
     )
-    place, rewrite = place_of_error(error), ""
+    place = place_of_error(error)
+    rewrite = ""
     if any(
         frame.name == "_detect_is_causal_mask"
         for frame in traceback.extract_tb(error.__traceback__)

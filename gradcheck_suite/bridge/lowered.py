@@ -117,7 +117,8 @@ def _check_shape_and_dtype(node: fx.Node, out: Any) -> None:
     expected = node.meta.get("val")
     if not isinstance(expected, torch.Tensor):
         return
-    dtype, shape = jax_dtype(expected.dtype), tuple(expected.shape)
+    dtype = jax_dtype(expected.dtype)
+    shape = tuple(expected.shape)
     known = all(isinstance(n, int) for n in shape)
     weak = getattr(out, "weak_type", False)
     if (
@@ -377,7 +378,8 @@ MOST = 4
 RELATIVE = 1e-10
 """Difference that is allowed in float64, over the largest entry of the argument's gradient."""
 UNIT = {False: 2.0**-53, True: 2.0**-24}
-DRAWS, NOISE = 5, 16.0
+DRAWS = 5
+NOISE = 16.0
 """Number of times that the inputs are moved by one roundoff, and the multiple of what this changes that is allowed."""
 
 
@@ -472,7 +474,8 @@ class _Call(nn.Module):
     def __init__(self, kind: Any, arguments: tuple[Any, ...]) -> None:
         super().__init__()
         self._leaves, self._spec = pytree.tree_flatten(list(arguments))
-        self.kind, self.numbers = kind, []
+        self.kind = kind
+        self.numbers = []
         described = []
         for i, value in enumerate(self._leaves):
             if not isinstance(value, torch.Tensor):
@@ -522,7 +525,8 @@ def _judged(call: _Call) -> WrongBackward | None:
         by_name = lowered.value_and_gradient(*arguments_of(call, weights), jit=False)[1]
         unit = UNIT[bool(lowered.narrow)]
         # by how much the function's own gradient changes where its inputs change by one roundoff
-        noise, points = [0.0] * len(own), [x.detach().clone() for x in call.parameters()]
+        noise = [0.0] * len(own)
+        points = [x.detach().clone() for x in call.parameters()]
         for _ in range(DRAWS):
             with torch.no_grad():
                 for x, point in zip(call.parameters(), points, strict=True):

@@ -34,7 +34,8 @@ class BridgeError(UsageError):
 
     def __init__(self, reason: str, rewrite: str = "") -> None:
         super().__init__(f"{reason}:\n{indent(rewrite, '    ')}" if rewrite else reason)
-        self.reason, self.rewrite = " ".join(reason.split()), rewrite
+        self.reason = " ".join(reason.split())
+        self.rewrite = rewrite
 
 
 class UnknownOperation(BridgeError):

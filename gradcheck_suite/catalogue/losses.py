@@ -408,7 +408,8 @@ def _weighted_mse_items(options: Options, out: jax.Array, batch: Arguments) -> j
 def _cross_entropy(
     options: Options, out: torch.Tensor, batch: Tensors, reduction: str
 ) -> torch.Tensor:
-    logits, target = rows(out), batch["target"]
+    logits = rows(out)
+    target = batch["target"]
     return F.cross_entropy(
         logits,
         target.flatten(0, 1) if out.ndim == 3 else target,
@@ -423,7 +424,8 @@ def _cross(options: Options, out: jax.Array, distribution: jax.Array) -> jax.Arr
     """Return -sum_c w_c q_c log p_c, (n, *positions), for a distribution q that is smoothed first;
     classes last.
     """
-    smoothing, classes = options["label_smoothing"], distribution.shape[-1]
+    smoothing = options["label_smoothing"]
+    classes = distribution.shape[-1]
     smoothed = (1 - smoothing) * distribution + smoothing / classes
     return -(_weights(options, classes) * smoothed * jax.nn.log_softmax(classes_last(out))).sum(
         axis=-1
@@ -440,7 +442,8 @@ def _is_target(target: jax.Array, classes: int) -> jax.Array:
 
 
 def _cross_entropy_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Array:
-    target, classes = batch["target"], out.shape[class_axis(out)]
+    target = batch["target"]
+    classes = out.shape[class_axis(out)]
     chosen = _is_target(target, classes)
     if options["label_smoothing"]:
         loss = _cross(options, out, chosen.astype(out.dtype))
@@ -471,9 +474,11 @@ def _nll(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) ->
 def _weighted_cross_entropy(
     options: Options, out: torch.Tensor, batch: Tensors, reduction: str
 ) -> torch.Tensor:
-    target, weight = batch["target"], batch["weight"]
+    target = batch["target"]
+    weight = batch["weight"]
     if out.ndim == 3:
-        target, weight = target.flatten(), weight.flatten()
+        target = target.flatten()
+        weight = weight.flatten()
     loss = F.cross_entropy(rows(out), target, reduction="none")
     if options["gamma"]:
         loss = (1 - torch.exp(-loss)) ** options["gamma"] * loss
@@ -494,14 +499,16 @@ def _with_z_loss(
 
     2022 (PaLM), section 5.
     """
-    logits, target = rows(out), batch["target"].flatten()
+    logits = rows(out)
+    target = batch["target"].flatten()
     penalty = logits.logsumexp(1)[target != IGNORE_INDEX] ** 2
     cross_entropy = F.cross_entropy(logits, target, ignore_index=IGNORE_INDEX, reduction=reduction)
     return cross_entropy + SECOND * (penalty.mean() if reduction == "mean" else penalty.sum())
 
 
 def _with_z_loss_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Array:
-    target, log_z = batch["target"], jax.nn.logsumexp(out, axis=-1)
+    target = batch["target"]
+    log_z = jax.nn.logsumexp(out, axis=-1)
     # JAX returns NaN for an index outside, and the derivative of `where` is NaN where the branch
     # not taken is
     chosen = _of_class(out, jnp.where(target == IGNORE_INDEX, 0, target))
@@ -515,7 +522,9 @@ def _distillation(
 
     2015, section 2.
     """
-    student, teacher, temperature = rows(out), rows(batch["other"]), options["temperature"]
+    student = rows(out)
+    teacher = rows(batch["other"])
+    temperature = options["temperature"]
     log_student, log_teacher = (
         (logits / temperature).log_softmax(1) for logits in (student, teacher)
     )
@@ -571,11 +580,13 @@ def _with_logits(
 
 
 def _with_logits_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Array:
-    target, weight_of_yes = batch["target"], jnp.ones(())
+    target = batch["target"]
+    weight_of_yes = jnp.ones(())
     if options["pos_weight"]:
         weight_of_yes = 0.5 + jnp.arange(out.shape[class_axis(out)])
         weight_of_yes = weight_of_yes[:, None, None] if out.ndim == 4 else weight_of_yes
-    log_yes, log_no = -jnp.logaddexp(-out, 0.0), -jnp.logaddexp(out, 0.0)
+    log_yes = -jnp.logaddexp(-out, 0.0)
+    log_no = -jnp.logaddexp(out, 0.0)
     loss = -(weight_of_yes * target * log_yes + (1 - target) * log_no)
     return per_item(batch["weight"] * loss if options["weight"] else loss)
 
@@ -594,7 +605,8 @@ def _bce(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) ->
 
 
 def _bce_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Array:
-    target, p = batch["target"], jax.nn.sigmoid(out)
+    target = batch["target"]
+    p = jax.nn.sigmoid(out)
     p = jnp.where(p < CLOSEST, CLOSEST, jnp.where(p > 1 - CLOSEST, 1 - CLOSEST, p))
     loss = -(target * jnp.log(p) + (1 - target) * jnp.log1p(-p))
     return per_item(batch["weight"] * loss if options["weight"] else loss)
@@ -608,7 +620,8 @@ def _multilabel(
 
 
 def _multilabel_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Array:
-    target, classes = batch["target"], out.shape[-1]
+    target = batch["target"]
+    classes = out.shape[-1]
     loss = target * jnp.logaddexp(-out, 0.0) + (1 - target) * jnp.logaddexp(out, 0.0)
     return per_item(_weights(options, classes) * loss / classes)
 
@@ -622,7 +635,8 @@ SMALLEST_VARIANCE = 0.125
 
 def _kl_div(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> torch.Tensor:
     log_probabilities = F.log_softmax(out, dim=class_axis(out))
-    target, log_target = batch["target"], options["log_target"]
+    target = batch["target"]
+    log_target = options["log_target"]
     if reduction == "mean" and not options["batchmean"]:
         # `reduction="mean"` computes this mean, too, and warns at every call
         return F.kl_div(log_probabilities, target, reduction="none", log_target=log_target).mean()
@@ -631,7 +645,8 @@ def _kl_div(options: Options, out: torch.Tensor, batch: Tensors, reduction: str)
 
 
 def _kl_div_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Array:
-    log_probabilities, target = jax.nn.log_softmax(out, axis=class_axis(out)), batch["target"]
+    log_probabilities = jax.nn.log_softmax(out, axis=class_axis(out))
+    target = batch["target"]
     if options["log_target"]:
         return per_item(jnp.exp(target) * (target - log_probabilities))
     return per_item(xlogy(target, target) - target * log_probabilities)
@@ -671,7 +686,8 @@ def _gaussian_nll_items(options: Options, out: jax.Array, batch: Arguments) -> j
         mean, raw = jnp.split(out, 2, axis=class_axis(out))
         variance = softplus(raw) + SMALLEST_VARIANCE
     else:
-        mean, variance = out, batch["variance"]
+        mean = out
+        variance = batch["variance"]
     return per_item((jnp.log(variance) + (mean - batch["target"]) ** 2 / variance) / 2)
 
 

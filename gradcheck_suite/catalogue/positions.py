@@ -110,7 +110,9 @@ def _convolution(
     def out(signal: Signal, o: Options) -> Signal:
         expect_counts(o, "features", "kernel", "stride", "dilation", "groups")
         expect(o["padding"] >= 0, "padding of at least 0", o["padding"])
-        groups, features, lengths = o["groups"], o["features"], _lengths(signal, o)
+        groups = o["groups"]
+        features = o["features"]
+        lengths = _lengths(signal, o)
         divided = signal.features % groups == 0 and features % groups == 0
         expect(
             divided,
@@ -199,7 +201,9 @@ def _windows(x: jax.Array, options: Options, outside: float) -> jax.Array:
     """Return the windows, (n, C, H', W', kernel * kernel), row by row, with `outside` beyond the
     image.
     """
-    kernel, stride, padding = options["kernel"], options["stride"], options["padding"]
+    kernel = options["kernel"]
+    stride = options["stride"]
+    padding = options["padding"]
     dilation = options.get("dilation", 1)
     padded = jnp.pad(
         x, ((0, 0), (0, 0), (padding, padding), (padding, padding)), constant_values=outside
@@ -432,7 +436,8 @@ def _instance_norm(
 
 
 def _batch_norm(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -> jax.Array:
-    mean, variance = _per_channel(params["running_mean"], x), _per_channel(params["running_var"], x)
+    mean = _per_channel(params["running_mean"], x)
+    variance = _per_channel(params["running_var"], x)
     return _affine(options, params, (x - mean) / jnp.sqrt(variance + EPS))
 
 
@@ -803,7 +808,8 @@ class SecondInput(torch.nn.Module):
 
     def __init__(self, features: int, width: int) -> None:
         super().__init__()
-        self.features, self.width = features, width
+        self.features = features
+        self.width = width
         self.weight = torch.nn.Parameter(torch.empty(features, width))
 
     def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -155,7 +155,9 @@ class SelfAttention(torch.nn.Module):
     def __init__(self, features: int, heads: int, causal: bool) -> None:
         super().__init__()
         self.attention = torch.nn.MultiheadAttention(features, heads, batch_first=True)
-        self.features, self.heads, self.causal = features, heads, causal
+        self.features = features
+        self.heads = heads
+        self.causal = causal
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         length = x.shape[1]
@@ -248,12 +250,10 @@ class Block(torch.nn.Module):
 
     def __init__(self, features: int, heads: int, activation: str, norm_first: bool) -> None:
         super().__init__()
-        self.features, self.heads, self.activation, self.norm_first = (
-            features,
-            heads,
-            activation,
-            norm_first,
-        )
+        self.features = features
+        self.heads = heads
+        self.activation = activation
+        self.norm_first = norm_first
         self.block = torch.nn.TransformerEncoderLayer(
             features,
             heads,
@@ -271,7 +271,8 @@ class Block(torch.nn.Module):
 
 
 def _transformer_out(signal: Signal, options: Options) -> Signal:
-    out, activations = _attended(signal, options), tuple(_TRANSFORMER_ACTIVATIONS)
+    out = _attended(signal, options)
+    activations = tuple(_TRANSFORMER_ACTIVATIONS)
     expect(
         options["activation"] in activations,
         f"an activation among {activations}",
@@ -342,7 +343,8 @@ def _gru(
 ) -> tuple[jax.Array, jax.Array]:
     reset_x, update_x, new_x = jnp.split(xs, 3, axis=-1)
     reset_h, update_h, new_h = jnp.split(hs, 3, axis=-1)
-    reset, update = jax.nn.sigmoid(reset_x + reset_h), jax.nn.sigmoid(update_x + update_h)
+    reset = jax.nn.sigmoid(reset_x + reset_h)
+    update = jax.nn.sigmoid(update_x + update_h)
     # torch, like cuDNN, applies the reset gate after the projection and its bias; Cho et al. 2014
     # apply it before
     new = jnp.tanh(new_x + reset * new_h)
@@ -399,7 +401,9 @@ def _recurrent(
 
     def build(signal: Signal, o: Options) -> torch.nn.Module:
         further = {option: o[option] for option in choices}
-        size, depth, both = o["features"], o["depth"], o["bidirectional"]
+        size = o["features"]
+        depth = o["depth"]
+        both = o["bidirectional"]
         return AllSteps(
             module(
                 signal.features,
@@ -432,7 +436,8 @@ class TiedLinear(torch.nn.Module):
 
     def __init__(self, size: int, hidden: int) -> None:
         super().__init__()
-        self.size, self.hidden = size, hidden
+        self.size = size
+        self.hidden = hidden
         self.weight = torch.nn.Parameter(torch.empty(hidden, size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -444,7 +449,9 @@ class TiedEmbedding(torch.nn.Module):
 
     def __init__(self, vocabulary: int, features: int, sparse: bool) -> None:
         super().__init__()
-        self.vocabulary, self.features, self.sparse = vocabulary, features, sparse
+        self.vocabulary = vocabulary
+        self.features = features
+        self.sparse = sparse
         self.weight = torch.nn.Parameter(torch.empty(vocabulary, features))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -530,7 +537,8 @@ class Routed(torch.nn.Module):
     def __init__(self, size: int, features: int, ways: int) -> None:
         super().__init__()
         self.ways = torch.nn.ModuleList(torch.nn.Linear(size, features) for _ in range(ways))
-        self.size, self.features = size, features
+        self.size = size
+        self.features = features
 
     def send(self, rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Return (n, features) for rows (n, size) and the index of each row's linear layer, (n,)."""

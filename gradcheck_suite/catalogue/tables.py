@@ -199,11 +199,9 @@ def checked_loss(problem: ProblemSpec) -> LossDefinition:
 
     `UsageError` where it does not take the output or its options do not fit.
     """
-    kind, signal, options = (
-        loss_definition(problem.loss),
-        output_signal(problem),
-        dict(problem.loss.o),
-    )
+    kind = loss_definition(problem.loss)
+    signal = output_signal(problem)
+    options = dict(problem.loss.o)
     reduction = options.pop("reduction", "mean")
     if reduction not in REDUCTIONS:
         raise UsageError(
@@ -230,7 +228,8 @@ def is_accumulable(problem: ProblemSpec) -> bool:
 # share them.
 
 
-_PARAMETER_STREAM, _DATA_STREAM = 0, 1
+_PARAMETER_STREAM = 0
+_DATA_STREAM = 1
 
 
 class Chain(torch.nn.Sequential):
@@ -242,7 +241,8 @@ class Chain(torch.nn.Sequential):
         super().__init__()
         self._keys: list[dict[str, str]] = []
         for i, (layer, given) in enumerate(with_signals(layers, signal, parallel=self.parallel)):
-            kind, name = layer_definition(layer), f"{path}{i}"
+            kind = layer_definition(layer)
+            name = f"{path}{i}"
             if kind.wraps is not None:
                 self.append(COMPOSITES[kind.wraps](layer.layers, given, f"{name}."))
                 self._keys.append({"batch": ""})
@@ -475,7 +475,8 @@ def _apply(
     start: int = 0,
 ) -> jax.Array:
     for i, layer in enumerate(layers, start):
-        kind, name = layer_definition(layer), f"{path}{i}"
+        kind = layer_definition(layer)
+        name = f"{path}{i}"
         if kind.parallel:
             outs = [
                 _apply([b], signal, given, x, f"{name}.", j) for j, b in enumerate(layer.layers)

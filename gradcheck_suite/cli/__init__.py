@@ -181,7 +181,8 @@ def run(argv: Sequence[str], program: Program = PROGRAM) -> int:
         argv: the command and its arguments.
         program: that has the command.
     """
-    called, parsed = program.name, False
+    called = program.name
+    parsed = False
     try:
         with warnings.catch_warnings():
             if not sys.warnoptions:

@@ -34,7 +34,8 @@ def capabilities() -> dict[str, str | None]:
     """
     reasons = environment.missing()
     found = {MAIN: reasons[0] if reasons else _cannot_run(_small_job)}
-    torch, jax = environment.imported("torch"), environment.imported("jax")
+    torch = environment.imported("torch")
+    jax = environment.imported("jax")
     no_torch = no_cuda = torch if isinstance(torch, str) else None
     if no_cuda is None and not torch.cuda.is_available():
         no_cuda = f"torch {torch.__version__} sees no CUDA device"

@@ -89,7 +89,8 @@ def ends_with(act: Callable[[int], int]) -> Iterator[None]:
 
     A forked child process keeps the real `os._exit`.
     """
-    outer, process = os._exit, os.getpid()
+    outer = os._exit
+    process = os.getpid()
 
     def ended(status: int) -> NoReturn:
         _exit(act(status) if os.getpid() == process else status)
@@ -106,7 +107,8 @@ def ends_with(act: Callable[[int], int]) -> Iterator[None]:
 
 ENDING = (signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
 """Signals that end a process by default: of `timeout` and job schedulers, and of a closed terminal."""
-_set_handler, _handler_of = signal.signal, signal.getsignal
+_set_handler = signal.signal
+_handler_of = signal.getsignal
 
 
 def _end_by(signum: int) -> None:
@@ -156,11 +158,13 @@ def told_of_its_end(act: Callable[[Callable[[], None]], None]) -> Iterator[None]
     for signum in taken:
         _set_handler(signum, end)
     _resets.append(reset)
-    module.signal, module.getsignal = set_handler, handler_of
+    module.signal = set_handler
+    module.getsignal = handler_of
     try:
         yield
     finally:
-        module.signal, module.getsignal = _set_handler, _handler_of
+        module.signal = _set_handler
+        module.getsignal = _handler_of
         _resets.remove(reset)
         reset()
 

@@ -133,10 +133,12 @@ def _expect_no_class_of_others(text: str, module: ast.Module, name: str) -> None
         (n for n in found[0].body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None
     )
     if made is None:
-        least, most = 0, 0
+        least = 0
+        most = 0
     else:
         given = len(made.args.posonlyargs) + len(made.args.args) - 1
-        least, most = given - len(made.args.defaults), given
+        least = given - len(made.args.defaults)
+        most = given
         if made.args.vararg or made.args.kwonlyargs:
             return
     if not least <= 1 <= most:
@@ -306,7 +308,8 @@ def _import_file(path: Path) -> ModuleType:
         )
     if path.suffix != ".py":
         raise UsageError(f"{path} is not a Python file: expected a name that ends in .py")
-    resolved, status = path.resolve(), path.stat()
+    resolved = path.resolve()
+    status = path.stat()
     key = (str(resolved), status.st_mtime_ns, status.st_size)
     if key not in _loaded:
         name = f"gradcheck_suite_subject_{len(_loaded)}_{re.sub(r'[^A-Za-z0-9_]', '_', path.stem)}"
@@ -370,11 +373,14 @@ def _hint(error: Exception, shown: str) -> str:
     if not shown.endswith(".py") or "no known parent package" not in str(error):
         return ""
     module = Path(shown).resolve().with_suffix("")
-    names, folder = [module.name], module.parent
+    names = [module.name]
+    folder = module.parent
     while (folder / "__init__.py").is_file():
-        names, folder = [folder.name, *names], folder.parent
+        names = [folder.name, *names]
+        folder = folder.parent
     if len(names) == 1:  # a folder without __init__.py is a package too
-        names, folder = [folder.name, *names], folder.parent
+        names = [folder.name, *names]
+        folder = folder.parent
     path = "" if folder == Path.cwd() else f", with {_seen(folder)} in pythonpath of {CONFIGURED}"
     return f"; name the module, not the file: {'.'.join(names)}:NAME{path}"
 
@@ -493,7 +499,8 @@ def _imports(file: Path) -> list[str]:
     """Return the top-level names that a file, and the files beside it that it imports, take from
     elsewhere.
     """
-    files, found = [file], list[str]()
+    files = [file]
+    found = list[str]()
     for path in files:  # it grows
         for node in ast.walk(_parsed(path)):
             names = (
@@ -504,7 +511,8 @@ def _imports(file: Path) -> list[str]:
             if isinstance(node, ast.ImportFrom) and node.module:
                 names = [node.module]
             for name in names:
-                top, beside = name.partition(".")[0], path.parent.joinpath(*name.split("."))
+                top = name.partition(".")[0]
+                beside = path.parent.joinpath(*name.split("."))
                 local = [
                     each
                     for each in (beside.with_suffix(".py"), beside / "__init__.py")

@@ -33,7 +33,9 @@ class Progress(AbstractContextManager["Progress"]):
             examples: cases of each loop.
             then: what happens after the last case, shown while it runs; None if nothing takes long.
         """
-        self._then, self._examples, self._name = then, examples, ""
+        self._then = then
+        self._examples = examples
+        self._name = ""
         self._bar: Bar | None = None
 
     def __exit__(self, *raised: object) -> None:
@@ -42,7 +44,8 @@ class Progress(AbstractContextManager["Progress"]):
     def start(self, name: str, examples: int | None = None) -> None:
         """Show a new bar for a loop with `examples` cases."""
         self.stop()
-        self._name, self._examples = name, examples or self._examples
+        self._name = name
+        self._examples = examples or self._examples
         if not sys.stderr.isatty():
             return
         self._bar = Bar(
@@ -95,13 +98,12 @@ class Output(AbstractContextManager["Output"]):
 
     def __init__(self, options: OutputOptions) -> None:
         """Keep standard output from now on, where a document is wanted."""
-        self.options, self.folder = options.absolute(), Path.cwd()
-        self._stdout, self._kept, self._keeps, self._document = (
-            sys.stdout,
-            -1,
-            options.output_format != "text",
-            "",
-        )
+        self.options = options.absolute()
+        self.folder = Path.cwd()
+        self._stdout = sys.stdout
+        self._kept = -1
+        self._keeps = options.output_format != "text"
+        self._document = ""
         if not self._keeps:
             return
         with suppress(OSError, ValueError):

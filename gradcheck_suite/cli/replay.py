@@ -89,11 +89,13 @@ def run(arguments: argparse.Namespace) -> int:
         raise CannotRunHere(f"case {case.digest} cannot be judged here: {verdict.skipped}")
     with waiting("XLA checks JAX's derivatives as numpy evaluates them"):
         checks = checked_programs()
-    findings, lines = [verdict.finding] if verdict.finding else [], []
+    findings = [verdict.finding] if verdict.finding else []
+    lines = []
     if problem is not None and not is_jax(loop):
         with waiting("asking JAX for a second opinion"):
             opinion = second_opinion([case], problem)
-        findings, lines = [*opinion.findings], [opinion.summary()]
+        findings = [*opinion.findings]
+        lines = [opinion.summary()]
     findings += checks.differences
     lines += [f"finding, for which no loop is to blame: {finding}" for finding in findings]
     if verdict.violation is not None:
@@ -111,7 +113,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _subjects(
     arguments: argparse.Namespace, stored: StoredCase, name: str
 ) -> tuple[Loop, Problem | None]:
-    asked, named = arguments.problem, stored.case.problem
+    asked = arguments.problem
+    named = stored.case.problem
     if asked is not None and not isinstance(named, str):
         raise UsageError(
             f"--problem {asked}: case {stored.case.digest} has its own generated problem; drop"

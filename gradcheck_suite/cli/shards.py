@@ -31,7 +31,9 @@ from gradcheck_suite.run.environment import PROCESSES_VARIABLE
 from gradcheck_suite.run.processes import Template, end_with_parent
 
 Json = dict[str, Any]
-STATUS, RESULT, OUTPUT = "status", "result.json", "output.txt"
+STATUS = "status"
+RESULT = "result.json"
+OUTPUT = "output.txt"
 COUNTEREXAMPLES = "counterexamples"
 COULD_NOT_RUN = (exit_status.BAD_USAGE, exit_status.BUG, exit_status.INTERRUPTED)
 """Exit statuses of shards that have not done their work."""

@@ -126,7 +126,8 @@ def store(
     Raises:
         UsageError: a file cannot be written.
     """
-    violation, stored = result.violation, None
+    violation = result.violation
+    stored = None
     if violation is not None:
         case = store_counterexample(reports, result, environment, loop_source(subject.loop))
         stored = _with_script(subject, options, result, case)
@@ -221,7 +222,8 @@ def header(
         about: the environment.
         libraries: the distributions that the loops import.
     """
-    versions, flags = about["versions"], about["precision"]
+    versions = about["versions"]
+    flags = about["precision"]
     options = next(iter(chosen.values()))
     optimizer = "" if options.optimizer is None else f", optimizer {options.optimizer}"
     others = "".join(
@@ -596,7 +598,8 @@ def _keep(
     If a file cannot be written, a message says so, and the exit status stays. The script runs after
     the verdict, too: it imports torch, which takes seconds.
     """
-    output, quiet = done.output, done.output.options.quiet
+    output = done.output
+    quiet = done.output.options.quiet
     lines = result_lines(result, width=width)
     done.lines.append(lines[0])
     say(

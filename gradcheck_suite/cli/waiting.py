@@ -43,5 +43,6 @@ class Stopwatch:
 
     def lap(self) -> float:
         """Return the seconds since the last result, or since the begin."""
-        before, self._since = self._since, time.perf_counter()
+        before = self._since
+        self._since = time.perf_counter()
         return self._since - before

@@ -304,12 +304,15 @@ class Plan:
     @cached_property
     def _parts(self) -> tuple[tuple[range, ...], ...]:
         """For each window the indices of each rank's micro-batches in it."""
-        k, left, start = self.accumulation_steps, self.ranks or (len(self.micro_batches),), 0
+        k = self.accumulation_steps
+        left = self.ranks or (len(self.micro_batches),)
+        start = 0
         parts: list[tuple[range, ...]] = []
         while any(left):
             ends = tuple(accumulate((min(n, k) for n in left), initial=start))
             parts.append(tuple(map(range, ends, ends[1:])))
-            left, start = tuple(n - min(n, k) for n in left), ends[-1]
+            left = tuple(n - min(n, k) for n in left)
+            start = ends[-1]
         return tuple(parts)
 
     @cached_property

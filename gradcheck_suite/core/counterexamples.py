@@ -209,7 +209,8 @@ def _only_violation(data: Mapping[str, Any]) -> StoredCase:
 
 def _named(case: Any, about: Mapping[str, Any]) -> StoredCase:
     """Return a case with the loop that it violated and what that assumes."""
-    read, name = case_from_json(case), about.get("loop")
+    read = case_from_json(case)
+    name = about.get("loop")
     if name is not None and not isinstance(name, str):
         raise UsageError(f"loop must be a string, got {name!r}")
     return StoredCase(read, name, tuple(sorted(checked_assumptions(about.get("assumes", ())))))

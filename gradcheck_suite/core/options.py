@@ -465,7 +465,9 @@ FAIL_ON = Values(
     names=(*LIVE_NAMES, ALL_FINDINGS),
 )
 
-DEFAULT_BUDGET, NO_BUDGET, EVERY = "3%", "none", 10
+DEFAULT_BUDGET = "3%"
+NO_BUDGET = "none"
+EVERY = 10
 """Of an audit: its share of the run's time, no limit of it, and windows from one to the next that is computed again."""
 
 

@@ -657,7 +657,8 @@ class Result:
         """Return the result with the faults that some entries accept, and why, apart from its
         violations, and its findings with why they are accepted.
         """
-        accepted, violations = list[Violation](), list[Violation]()
+        accepted = list[Violation]()
+        violations = list[Violation]()
         for fault in (*self.accepted, *self.violations):
             fits = fault.accepted_by(entries)
             is_kept = fault in self.violations and not fits
@@ -1009,7 +1010,8 @@ def _accepted(violation: Violation) -> str:
 
 
 def _found(result: Result, violation: Violation) -> str:
-    first, spec = "the weight probe", violation.case.spec
+    first = "the weight probe"
+    spec = violation.case.spec
     after = violation.found_after
     if spec is None:
         first = "the case that is tried first, two whole windows"

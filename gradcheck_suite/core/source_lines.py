@@ -135,7 +135,8 @@ class LoopSyntax:
         """Return the assignments through which a loss reaches backward, the last one first."""
         chain: list[Assigned] = []
         for _, expression in self.sent():
-            names, seen = self._names(expression), set[str]()
+            names = self._names(expression)
+            seen = set[str]()
             if self._losses_in(expression):
                 continue
             while names:
@@ -162,7 +163,8 @@ class LoopSyntax:
 
     def marks(self) -> dict[int, str]:
         """Return what happens at a line: `loss`, `backward` or `step`, by its number."""
-        steps, backward = self._each_call("step"), {line: "backward" for line, _ in self.sent()}
+        steps = self._each_call("step")
+        backward = {line: "backward" for line, _ in self.sent()}
         found = {**{call.lineno: "step" for call in steps}, **backward}
         if not found:
             return self._marks_of_jax()
@@ -277,7 +279,8 @@ def loop_places(loop: Any, violation: Violation) -> dict[str, Any]:
 
     Of several calls it is the last one, and the loop's own first line where it calls neither.
     """
-    syntax, place = _syntax(loop), loop_lines(loop)
+    syntax = _syntax(loop)
+    place = loop_lines(loop)
     if place is None:
         return {}
     file, span = place
@@ -337,7 +340,8 @@ def judged_lines(loop: Any) -> tuple[tuple[str, range], ...]:
 
     Empty for a loop of the suite.
     """
-    place, syntax = loop_lines(loop), _syntax(loop)
+    place = loop_lines(loop)
+    syntax = _syntax(loop)
     if place is None:
         return ()
     file, span = place

@@ -219,7 +219,9 @@ def say(lines: Iterable[str], file: TextIO | None = None) -> None:
 _BAR = re.compile(r"(?P<head>(?: +[\w.,+-]*\w){4,}  )(?P<before>[#-]* *)\|(?P<after>[#-]*)$")
 _BAR_TITLE = re.compile(r"  weight \(bar\), expected \(\|\)$")
 _SOURCE = re.compile(r"(?P<head> *(?:\S+:)?\d+ \| )(?P<text>.*?)(?P<note>   \S(?: ?\S)*)$")
-_LONGEST_BAR, _SHORTEST_BAR, _SHORTEST_TEXT = 25, 8, 12
+_LONGEST_BAR = 25
+_SHORTEST_BAR = 8
+_SHORTEST_TEXT = 12
 
 
 def _fitted(line: str, width: int) -> str:
@@ -246,7 +248,8 @@ def _fitted(line: str, width: int) -> str:
 
 def _shrunk(part: str, scale: float) -> str:
     """Return a part of a bar, drawn and blank columns alike, in so much of its length."""
-    drawn, whole = len(part.rstrip()), round(len(part) * scale)
+    drawn = len(part.rstrip())
+    whole = round(len(part) * scale)
     return f"{part[:1] * min(whole, round(drawn * scale)):<{whole}}"
 
 

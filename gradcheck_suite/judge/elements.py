@@ -235,7 +235,8 @@ def wrong_and_right(comparison: Comparison) -> tuple[list[str], list[str]]:
     Not those with no gradient. A parameter whose gradient is 0 throughout is right whatever scales
     or drops gradients.
     """
-    wrong, right = [], []
+    wrong = []
+    right = []
     for name in comparison.layout.names:
         expected, *_, off = part_of(comparison, name)
         if off.any():
@@ -324,7 +325,8 @@ def place_of_the_fault(comparison: Comparison) -> str:
 def _faults(comparison: Comparison, name: str, weights: Diagnosis | None) -> Iterator[Diagnosis]:
     """Yield the faults that fit one parameter. An element that rounding may hide is no evidence."""
     expected, observed, allowed, off = part_of(comparison, name)
-    seen, there = np.abs(observed) > allowed, np.abs(expected) > allowed
+    seen = np.abs(observed) > allowed
+    there = np.abs(expected) > allowed
     if not seen.any() and weights is not None and weights.name != "no-gradient":
         yield weights
         return
@@ -370,7 +372,8 @@ def _faults(comparison: Comparison, name: str, weights: Diagnosis | None) -> Ite
 
 def _is_part(expected: Array, observed: Array, allowed: Array, off: npt.NDArray[np.bool_]) -> bool:
     """Whether wrong elements are 0, cut, or have one factor: a single one has any factor."""
-    seen, due = observed[off], expected[off]
+    seen = observed[off]
+    due = expected[off]
     if (np.abs(seen) <= allowed[off]).all():
         return True
     if np.count_nonzero(off) > 1:
@@ -505,7 +508,8 @@ def combined_elements(window: Window, comparison: Comparison) -> Diagnosis | Non
         window: the window whose gradient is wrong.
         comparison: that gradient compared with the right one.
     """
-    instance, count = window.reference.instance, len(window.members)
+    instance = window.reference.instance
+    count = len(window.members)
     if (
         count < 2
         or window.moved
@@ -647,7 +651,8 @@ def untied(model: torch.nn.Module) -> torch.nn.Module:
 
 def _lost_use(window: Window, comparison: Comparison, tied: Sequence[Sequence[str]]) -> str | None:
     """Return the name as which parameters are used without a share in their gradients, or None."""
-    instance, model = window.reference.instance, untied(window.model())
+    instance = window.reference.instance
+    model = untied(window.model())
     items = [instance.case.plan.items(j) for j in window.members]
     rows = [gradients_of(instance, model, part, summed=True, dtype=torch.float64) for part in items]
     lost: set[int] = set()

@@ -341,12 +341,14 @@ def of_one_sign(found: Diagnosis, window: Window, comparison: Comparison) -> Dia
         [np.arange(part.start, part.stop) for part in map(comparison.layout.elements, wrong)]
     )
     gradients = _summed_gradients(window)[list(window.members)][:, elements]
-    right, total = comparison.expected[elements], gradients.sum(axis=0)
+    right = comparison.expected[elements]
+    total = gradients.sum(axis=0)
     pivot = int(np.argmax(np.abs(total)))
     if not total[pivot] or not np.isfinite(total).all():
         return None
     scale = right[pivot] / total[pivot]
-    observed, allowed = comparison.observed[elements], comparison.allowed[elements]
+    observed = comparison.observed[elements]
+    allowed = comparison.allowed[elements]
     for sign, which in ((1, "positive"), (-1, "negative")):
         kept = np.where(np.sign(gradients) == sign, gradients, 0.0).sum(axis=0) * scale
         # a gradient of zeros has elements of neither sign
@@ -378,7 +380,8 @@ def _summed_gradients(window: Window) -> Rows:
     """Return (B, P): the gradient of each micro-batch's summed loss, at the parameters of the
     window.
     """
-    instance, model = window.reference.instance, window.model()
+    instance = window.reference.instance
+    model = window.model()
     rows = (
         gradients_of(instance, model, c, summed=True, dtype=torch.float64)
         for c in instance.case.plan.cuts
@@ -395,19 +398,19 @@ def _diagnosed(
     """
     instance = window.reference.instance
     plan = instance.case.plan
-    observed, allowed = comparison.observed[part], comparison.allowed[part]
-    inside, everything = list(window.members), list(range(len(plan.micro_batches)))
+    observed = comparison.observed[part]
+    allowed = comparison.allowed[part]
+    inside = list(window.members)
+    everything = list(range(len(plan.micro_batches)))
     counts = [float(instance.count(instance.batch(plan.items(j)))) for j in everything]
     right = 1.0 if instance.problem.reduction == "sum" else 1.0 / sum(counts[j] for j in inside)
     # elements that rounding may hide are no evidence
     evident = (np.abs(gradients[:, part]).max(axis=0) * right > allowed) | (
         np.abs(observed) > allowed
     )
-    gradients, observed, allowed = (
-        gradients[:, part][:, evident],
-        observed[evident],
-        allowed[evident],
-    )
+    gradients = gradients[:, part][:, evident]
+    observed = observed[evident]
+    allowed = allowed[evident]
     template = Weights(
         observed=np.zeros(len(everything)),
         counts=tuple(counts),
@@ -425,7 +428,8 @@ def _diagnosed(
         fit = fit_weights(observed, gradients[members], allowed)
         if not (fit.exact and fit.determined):
             continue
-        values, errors = np.zeros(len(everything)), np.zeros(len(everything))
+        values = np.zeros(len(everything))
+        errors = np.zeros(len(everything))
         values[members], errors[members] = (
             fit.weights,
             _errors(gradients[members], observed, allowed),

@@ -90,10 +90,14 @@ def explain_weights(run: ProbeRun, step: int, runner: LoopRunner) -> Diagnosis:
         step: index of the step, whose weights are wrong and finite.
         runner: runs the loop again.
     """
-    probe, items, window = run.probe, run.steps[step], step % len(run.probe.plan.windows)
-    weights, others = run.weights(step), run.others(step)
+    probe = run.probe
+    items = run.steps[step]
+    window = step % len(run.probe.plan.windows)
+    weights = run.weights(step)
+    others = run.others(step)
     table = () if weights is None else item_weights(probe, weights.observed, window)
-    separated, elsewhere = None, list[Weights]()
+    separated = None
+    elsewhere = list[Weights]()
     projected = _lost_part(probe, items, window)
     if projected and (items.any() or weights is None):
         return projected
@@ -124,7 +128,8 @@ def explain_weights(run: ProbeRun, step: int, runner: LoopRunner) -> Diagnosis:
         )
     small_step = gradients_of_steps(outcome)[step]
     if not is_linear(items, small_step, probe.tolerance):
-        right, values = probe.right_weights(window), _parameters_of(probe)
+        right = probe.right_weights(window)
+        values = _parameters_of(probe)
         found = diagnose_sizes(
             Sizes(right, items, small_step, parameters=values, tolerance=probe.tolerance)
         )
@@ -217,7 +222,8 @@ def _by_loss(
     calls = [call for call in recorder.calls if call.step == step and call.cotangent is not None]
     if len(calls) != len(members):
         return None
-    handed, plain = np.zeros(len(small_step)), small_step / SMALL_SCALE
+    handed = np.zeros(len(small_step))
+    plain = small_step / SMALL_SCALE
     right = probe.right_weights(step % len(probe.plan.windows))
     changes, wrong = (
         ~np.isclose(items, other, rtol=max(probe.tolerance, 1e-9), atol=0)
@@ -235,7 +241,8 @@ def _by_loss(
         return None
     starts = [probe.plan.items(j).start for j in members]
     place = int(np.argmax(changes[starts]))
-    which, item = "first" if not place else f"micro-batch {members[place]}", starts[place]
+    which = "first" if not place else f"micro-batch {members[place]}"
+    item = starts[place]
     return Diagnosis(
         "weighted-by-loss",
         f"a micro-batch's weight depends on the value of its loss: that of the window's {which} is "
@@ -343,7 +350,9 @@ def explain_probe(e: Evidence, steps: Sequence[Vector]) -> Diagnosis:
         steps: the gradient of every step of the plan; the right one for a step that a gradient
             scaler skipped.
     """
-    case, step, runner = e.instance.case, e.step, e.runner
+    case = e.instance.case
+    step = e.step
+    runner = e.runner
     seen = steps[step]
     if case.spec is not None and "slopes" not in case.spec.loss.o:
         return _of_weights(case, steps, step, runner)
@@ -423,8 +432,12 @@ def _size_fault(e: Evidence, expected: Sequence[Vector], seen: Vector) -> Diagno
         expected: the right gradient of every step.
         seen: the wrong one.
     """
-    case, plan, step, window = e.instance.case, e.instance.case.plan, e.step, e.window.index
-    items, right = list(plan.window_items(window)), expected[step]
+    case = e.instance.case
+    plan = e.instance.case.plan
+    step = e.step
+    window = e.window.index
+    items = list(plan.window_items(window))
+    right = expected[step]
     if not np.isfinite(right).all():
         poisoned = [
             j for j in plan.windows[window] if not np.isfinite(right[list(plan.items(j))]).all()
@@ -554,7 +567,8 @@ def explain_gradient(e: Evidence) -> Diagnosis:
     what the losses are computed from, and one has a loss 2**-20 times as large. Runs that are left
     repeat the case, since a fault that not every run shows has no other name.
     """
-    comparison, window = e.comparison, e.window
+    comparison = e.comparison
+    window = e.window
     numbers = (_worst_element(comparison),)
     for without_a_run in (_poisoned, _of_whole_window, _of_ranks):
         if found := without_a_run(e):
@@ -587,7 +601,8 @@ def explain_gradient(e: Evidence) -> Diagnosis:
 
 
 def _worst_element(comparison: Comparison) -> str:
-    worst, layout = comparison.worst, comparison.layout
+    worst = comparison.worst
+    layout = comparison.layout
     name, where = layout.place(worst.index)
     expected, observed = (
         layout.part(vector, name)[where] for vector in (comparison.expected, comparison.observed)
@@ -630,9 +645,11 @@ def _of_whole_window(e: Evidence) -> Diagnosis | None:
     """
     if e.instance.problem.reduction != "batch":
         return None
-    window, comparison = e.window, e.comparison
+    window = e.window
+    comparison = e.comparison
     if len(window.members) > 1 and np.isfinite(comparison.observed).all():
-        parts, plan = window.contributions(), e.instance.case.plan
+        parts = window.contributions()
+        plan = e.instance.case.plan
         counts = np.array([float(plan.micro_batches[j]) for j in window.members])
         for shares, how in (
             (np.ones(len(parts)), "the sum"),
@@ -690,7 +707,10 @@ def _on_probe(e: Evidence, probe: WeightProbe, *, or_another: bool = False) -> D
     With `or_another`, return None also where they do not explain the gradient of the case: what is
     counted may differ.
     """
-    runner, window, comparison, step = e.runner, e.window, e.comparison, e.step
+    runner = e.runner
+    window = e.window
+    comparison = e.comparison
+    step = e.step
     run = probe.observed(runner)
     if run is None and e.instance.case.dtype == "float32":
         # a loop may run in its own precision alone
@@ -703,7 +723,8 @@ def _on_probe(e: Evidence, probe: WeightProbe, *, or_another: bool = False) -> D
         return not_linear(
             f"the weight probe cannot be used: the loop took {len(run.steps)} step(s) on it"
         )
-    items, right = run.steps[step], probe.right_weights(step % len(probe.plan.windows))
+    items = run.steps[step]
+    right = probe.right_weights(step % len(probe.plan.windows))
     if not np.isfinite(items).all():
         return not_linear(
             "on the weight probe, whose item gradients are all 1, the loop's gradient is NaN or"

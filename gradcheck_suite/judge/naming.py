@@ -126,7 +126,8 @@ def _grouped(w: Weights) -> tuple[str, int, bool] | None:
     for what, group in ways:
         # of what cannot be read, the counts are 0
         counts = np.array([_counts(w)[group == g].sum() for g in group])
-        weights, number = w.observed[w.inside] * counts, len(set(group))
+        weights = w.observed[w.inside] * counts
+        number = len(set(group))
         for share in (number, w.world_size, 1):
             if w.close(weights, 1 / share):
                 return what, number, share == 1
@@ -182,7 +183,8 @@ def _other_counts(w: Weights) -> Iterator[tuple[str, Array, float | None]]:
 
     None for anything.
     """
-    own, count = _counts(w), w.window_count
+    own = _counts(w)
+    count = w.window_count
     beside = dict(w.beside)
     if w.items:
         beside["their numbers of items, as if every item of theirs counted alike"] = w.items
@@ -220,7 +222,8 @@ def _weighted_by(w: Weights) -> list[str]:
         known = np.isfinite(numbers)
         if not numbers[known].all() or known.sum() < min(2, len(w.inside)):
             continue
-        share, own = w.per_mean[known] / numbers[known], _counts(w)[known]
+        share = w.per_mean[known] / numbers[known]
+        own = _counts(w)[known]
         # numbers proportional to the counts show nothing, unless their own sum is the divisor
         is_new = over is not None or not w.close(numbers[known] * own[0], own * numbers[known][0])
         if w.close(share, share[0] if over is None else 1 / over) and (is_new or not _unequal(w)):
@@ -247,7 +250,8 @@ def rounded_to(w: Weights) -> str | None:
     """
     if not _own(w):
         return None
-    off, wrong = float(np.abs(w.ratio - 1).max()), ~_right(w)
+    off = float(np.abs(w.ratio - 1).max())
+    wrong = ~_right(w)
     for name, digits in FORMATS.items():
         for values in (
             (w.observed[w.inside][wrong], w.per_mean[wrong]) if off <= 4 * 2.0**-digits else ()
@@ -332,7 +336,8 @@ def _missing_ranks(w: Weights) -> bool:
     """Whether micro-batches of some ranks are missing while another rank's are all there."""
     if not w.owners or not _own(w):
         return False
-    gone, rank = w.ratio == 0, _ranks(w)
+    gone = w.ratio == 0
+    rank = _ranks(w)
     if gone.all():
         # a rank that has none of the window's micro-batches has nothing of the other ranks' either
         return _has_idle_rank(w) and not w.alike
@@ -358,7 +363,8 @@ def _ranks_tell(w: Weights) -> bool:
 
 def _is_same_data(w: Weights) -> bool:
     """Whether one rank's micro-batches are there once for each rank, and no other's, on all ranks."""
-    gone, rank = w.ratio == 0, _ranks(w)
+    gone = w.ratio == 0
+    rank = _ranks(w)
     there = w.ratio[~gone]
     one = len(set(rank[~gone])) == 1 and len(set(rank)) == w.world_size
     whole = one and not gone[rank == rank[~gone][0]].any()
@@ -366,7 +372,8 @@ def _is_same_data(w: Weights) -> bool:
 
 
 def _missing_ranks_text(w: Weights, wrong: Steps) -> str:
-    gone, rank = w.ratio == 0, _ranks(w)
+    gone = w.ratio == 0
+    rank = _ranks(w)
     if all(map(_is_same_data, wrong)):
         return (
             f"the micro-batches of rank {rank[~gone][0]} are in the gradient {w.world_size} times,"
@@ -440,7 +447,8 @@ def _rescales(wrong: Steps) -> Holds:
     A step of one micro-batch has any.
     """
     longest = max(wrong, key=lambda w: len(w.inside))
-    factor, k = _rescaled(longest), longest.accumulation_steps
+    factor = _rescaled(longest)
+    k = longest.accumulation_steps
     if factor is not None and not _last_is_plausible(longest, factor):
         factor = None
 
@@ -557,7 +565,8 @@ def _decay(wrong: Steps) -> float | None:
     decay = float(before[0] / first.ratio[0])
 
     def fits(w: Weights) -> bool:
-        number, steps = len(w.windows), _steps_before(w)
+        number = len(w.windows)
+        steps = _steps_before(w)
         if w.index is None or not len(w.inside):
             return False
         # how far back the steps of each window are: one epoch further each time
@@ -689,7 +698,10 @@ def quantities(w: Weights) -> Iterator[Quantity]:
     """Yield the numbers of a run that a factor of a whole window may be, or one over it, the
     plainest first.
     """
-    k, n, count, ranks = w.accumulation_steps, len(w.window), w.window_count, w.world_size
+    k = w.accumulation_steps
+    n = len(w.window)
+    count = w.window_count
+    ranks = w.world_size
     if n != k * ranks:
         message = f"accumulation_steps over the short window's micro-batches, {k}/{n}"
         yield Quantity("K over the short window", message, k / n, "other-count")
@@ -735,14 +747,16 @@ def _other_items(w: Weights) -> Beside:
     each = sum(max(w.counts[j], 1.0) for j in w.window)
     yield "one in which every micro-batch counts at least 1", each, "at-least-1", 0
     for word, whole in (("down", np.floor), ("", np.round), ("up", np.ceil)):
-        rounded, each = float(whole(count)), float(sum(whole(w.counts[j]) for j in w.window))
+        rounded = float(whole(count))
+        each = float(sum(whole(w.counts[j]) for j in w.window))
         yield f"the same made a whole number {word}".strip(), rounded, "rounded-count", 1
         yield f"the sum of its counts made whole numbers {word}".strip(), each, "rounded-count", 1
 
 
 def _other_windows(w: Weights) -> Beside:
     if w.windows:
-        at, of = w.windows.index(w.window), [w.count_of(window) for window in w.windows]
+        at = w.windows.index(w.window)
+        of = [w.count_of(window) for window in w.windows]
         before = of[at - 1] if at or w.epoch else 0
         yield "the previous window's", before, "other-count", 2
         yield (
@@ -768,7 +782,8 @@ def _other_windows(w: Weights) -> Beside:
 
 
 def _miscounts(w: Weights) -> Beside:
-    count, n = w.window_count, len(w.window)
+    count = w.window_count
+    n = len(w.window)
     if w.window[-1] + 1 < len(w.counts):
         yield "that of one micro-batch more", count + w.counts[w.window[-1] + 1], "other-count", 2
     yield "that without its last micro-batch", count - w.counts[w.window[-1]], "other-count", 2
@@ -777,7 +792,8 @@ def _miscounts(w: Weights) -> Beside:
     yield "one with one target too many for each micro-batch", count + n, "off-by-one", 2
     largest = max(w.window, key=w.counts.__getitem__)
     for word, j in (("first", w.window[0]), ("last", w.window[-1]), ("largest", largest)):
-        times_k, times_n = w.accumulation_steps * w.counts[j], n * w.counts[j]
+        times_k = w.accumulation_steps * w.counts[j]
+        times_n = n * w.counts[j]
         yield f"accumulation_steps times that of its {word} micro-batch", times_k, "equal-counts", 2
         yield f"its micro-batches times that of its {word} micro-batch", times_n, "equal-counts", 2
 
@@ -837,37 +853,39 @@ def _scale(steps: Steps) -> tuple[bool, Text, tuple[str, ...]]:
     """Return whether something of the run explains the factors of the wrong steps, the sentence,
     and the causes.
     """
-    wrong, right = [w for w in steps if not w.is_right], [w for w in steps if w.is_right]
+    wrong = [w for w in steps if not w.is_right]
+    right = [w for w in steps if w.is_right]
     ratios = [float(w.ratio.mean()) for w in wrong]
     constant = wrong[0].close(ratios, ratios[0])
     meaning, cause = constant_meaning(ratios[0]) if constant else ("", "")
-    power, found, added = (
-        _power_of_steps(wrong, ratios),
-        meanings(wrong, right),
-        _added_to_counts(wrong, ratios),
-    )
+    power = _power_of_steps(wrong, ratios)
+    found = meanings(wrong, right)
+    added = _added_to_counts(wrong, ratios)
     causes: tuple[str, ...]
     if meaning:
-        why, causes = f": {meaning}", (cause,)
+        why = f": {meaning}"
+        causes = (cause,)
     elif found:
         why, causes = (
             f", which is {' or '.join(text for text, _ in found)}",
             tuple(of for _, of in found),
         )
     elif added is not None:
-        why, causes = f", as where {added:.3g} is added to the window's count", ("divided-twice",)
+        why = f", as where {added:.3g} is added to the window's count"
+        causes = ("divided-twice",)
     elif power is not None:
-        why, causes = (
-            f", and that of each step is {power:.6g} times that of the step before it",
-            ("growing",),
-        )
+        why = f", and that of each step is {power:.6g} times that of the step before it"
+        causes = ("growing",)
     elif len(wrong) == 1:
-        why, causes = NO_COUNT, ("varying",)
+        why = NO_COUNT
+        causes = ("varying",)
     elif constant:
-        why, causes = ", in every wrong window alike, whatever its counts", ("constant",)
+        why = ", in every wrong window alike, whatever its counts"
+        causes = ("constant",)
     else:
         shown = listed([factor_text(ratio) for ratio in ratios], 4)
-        why, causes = f"; over the wrong windows the factors are {shown}{NO_COUNT}", ("varying",)
+        why = f"; over the wrong windows the factors are {shown}{NO_COUNT}"
+        causes = ("varying",)
 
     def sentence(w: Weights, wrong: Steps) -> str:
         return (
@@ -888,7 +906,8 @@ def _added_to_counts(wrong: Steps, ratios: Sequence[float]) -> float | None:
     counts = np.array([w.window_count for w in wrong])
     if wrong[0].reduction == "sum" or len({*counts}) < 2:
         return None
-    more, rounding = counts / ratios - counts, 2 * wrong[0].tolerance * float(counts.max())
+    more = counts / ratios - counts
+    rounding = 2 * wrong[0].tolerance * float(counts.max())
     told = abs(more[0]) > 100 * rounding and np.allclose(more, more[0], rtol=EXACT, atol=rounding)
     return float(more[0]) if told else None
 

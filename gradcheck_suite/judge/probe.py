@@ -38,7 +38,8 @@ from gradcheck_suite.run.runner import Outcome
 
 Count = Callable[[list[int]], float]
 """What the mean over some items, given by their indices, divides by."""
-EXACT, COARSE = 1e-13, 1e-5
+EXACT = 1e-13
+COARSE = 1e-5
 """Relative tolerances of weights that are read off in float64 and in coarser dtypes."""
 MOST_ROWS = 12
 """Micro-batches that a table has a row each for; where there are more, a row stands for a run of equal ones."""
@@ -76,11 +77,9 @@ class WeightProbe:
         """Return (total items,): the weight of each item in a window's gradient, 0 in those without
         valid targets.
         """
-        right, counts, members = (
-            np.zeros(self.plan.total_items),
-            self.counts,
-            self.plan.windows[window],
-        )
+        right = np.zeros(self.plan.total_items)
+        counts = self.counts
+        members = self.plan.windows[window]
         share = 1.0 if self.reduction == "sum" else 1.0 / sum(counts[j] for j in members)
         for j in members:
             right[self.plan.items(j).start : self.plan.items(j).stop] = share if counts[j] else 0.0
@@ -130,7 +129,9 @@ class ProbeRun:
 
     def weights(self, step: int) -> Weights | None:
         """Return the weights of the micro-batches in a step; None where they differ within one."""
-        probe, plan, items = self.probe, self.probe.plan, self.steps[step]
+        probe = self.probe
+        plan = self.probe.plan
+        items = self.steps[step]
         observed = items[list(plan.starts)]
         with np.errstate(invalid="ignore"):
             spread = abs(items - observed.repeat(plan.micro_batches)).max(initial=0.0)
@@ -155,13 +156,16 @@ class ProbeRun:
         """Say what the items of a micro-batch weigh that do not weigh the same, of the step's
         window if it has one.
         """
-        probe, items, window = self.probe, self.steps[step], step % len(self.probe.plan.windows)
+        probe = self.probe
+        items = self.steps[step]
+        window = step % len(self.probe.plan.windows)
         order = (*probe.plan.windows[window], *range(len(probe.plan.micro_batches)))
         parts = ((j, items[list(probe.plan.items(j))]) for j in order)
         j, own = next(
             (j, own) for j, own in parts if np.ptp(own) > probe.tolerance * abs(items).max()
         )
-        weights, due = listed([f"{weight:.6g}" for weight in own], 4), probe.right_weights(window)
+        weights = listed([f"{weight:.6g}" for weight in own], 4)
+        due = probe.right_weights(window)
         return (
             "items of one and the same micro-batch have different weights: those of micro-batch"
             f" {j} weigh {weights}, expected {due[probe.plan.items(j).start]:.6g} each"
@@ -215,7 +219,8 @@ def expected_gradients(case: Case) -> list[Vector]:
     """Return the gradient of each window of a probe: the weight of each item times the slope of its
     loss.
     """
-    probe, slopes = probe_of(case), np.array(slopes_of(case))
+    probe = probe_of(case)
+    slopes = np.array(slopes_of(case))
     rights = (probe.right_weights(window) for window in range(len(case.plan.windows)))
     return [
         np.multiply(right, slopes, out=np.zeros_like(right), where=right != 0) for right in rights
@@ -230,7 +235,8 @@ def probes_of(instance: Instance) -> Iterator[WeightProbe]:
     weights could not be read otherwise. Where there are such, another counts none there; where
     every item counts the same, another counts items.
     """
-    plan, items = instance.case.plan, Items(instance.data)
+    plan = instance.case.plan
+    items = Items(instance.data)
     reduction: Reduction = "sum" if instance.problem.reduction == "sum" else "mean"
 
     def count(indices: list[int]) -> float:

@@ -52,8 +52,12 @@ class LoopRunner:
         rank: int = 0,
         alike: bool = False,
     ) -> None:
-        self._loop, self._time_limit_s, self.runs_left = loop, time_limit_s, max_runs
-        self.rank, self.alike, self.runs = rank, alike, 0
+        self._loop = loop
+        self._time_limit_s = time_limit_s
+        self.runs_left = max_runs
+        self.rank = rank
+        self.alike = alike
+        self.runs = 0
         self.assumes = frozenset(assumes) | assumptions_of(loop)
         self.is_jax = is_jax(loop)
 
@@ -142,7 +146,8 @@ class LossCall:
 
     def _note_late(self) -> None:
         batch, parameters = self.given
-        now, before = dict(named_leaves(batch)), dict(named_leaves(self.batch))
+        now = dict(named_leaves(batch))
+        before = dict(named_leaves(self.batch))
         refilled = {
             name: t.detach().clone() for name, t in now.items() if not _same(t, before[name])
         }
@@ -169,7 +174,8 @@ class LossRecorder:
         self.calls: list[LossCall] = []
         self.called = False
         self.original = instance
-        self._loss, self._steps = instance.problem.loss, 0
+        self._loss = instance.problem.loss
+        self._steps = 0
         self.instance = replace(instance, problem=replace(instance.problem, loss=self._recorded))
 
     def note_step(self, *_: Any) -> None:
@@ -235,11 +241,9 @@ def explain_inputs(
         parameters: those that the step changes; None for the initial ones.
     """
     sent = [call for call in recorder.calls if call.step == step and call.cotangent is not None]
-    reference, instance, right = (
-        Reference(recorder.original),
-        recorder.original,
-        recorder.original.model(),
-    )
+    reference = Reference(recorder.original)
+    instance = recorder.original
+    right = recorder.original.model()
     windows = instance.case.plan.windows
     members = windows[step % len(windows)]
     if parameters is not None:
@@ -273,10 +277,12 @@ def explain_inputs(
 
 def _gives(reference: Reference, calls: Sequence[LossCall], observed: Vector) -> bool:
     """Whether the losses, computed again as they were called, have a gradient."""
-    instance, total = reference.instance, np.zeros_like(observed)
+    instance = reference.instance
+    total = np.zeros_like(observed)
     for call in calls:
         model = instance.model()
-        modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+        modules = dict(model.named_modules())
+        parameters = dict(model.named_parameters())
         if modules.keys() != call.training.keys() or parameters.keys() != call.parameters.keys():
             return False
         with torch.no_grad():
@@ -289,7 +295,8 @@ def _gives(reference: Reference, calls: Sequence[LossCall], observed: Vector) ->
         loss = instance.problem.loss(model, batch)
         if call.late is not None:
             # autograd's check of what it saved looks at the versions, which `.data` has not
-            leaves_of, own = dict(named_leaves(batch)), parameters
+            leaves_of = dict(named_leaves(batch))
+            own = parameters
             for name, value in call.late.batch.items():
                 leaves_of[name].data.copy_(value)
             for name, value in call.late.parameters.items():
@@ -385,7 +392,8 @@ def _moved_text(start: dict[str, torch.Tensor], calls: Sequence[LossCall]) -> st
     values = [(name, value) for call in calls for name, value in call.parameters.items()]
     moved = [(name, value) for name, value in values if not torch.equal(value, start[name])]
     name, value = moved[0]
-    own, at = start[name].flatten(), int((value - start[name]).abs().argmax())
+    own = start[name].flatten()
+    at = int((value - start[name]).abs().argmax())
     names = list(dict.fromkeys(name for name, _ in moved))
     return (
         f"the losses are computed at other values of {listed(names)} than those that the step"
@@ -411,7 +419,8 @@ def _split(
         return map_leaves(lambda t: t[first : first + items], batches[j])
 
     for call in calls:
-        given, items = dict(named_leaves(call.batch)), len(next(leaves(call.batch), ()))
+        given = dict(named_leaves(call.batch))
+        items = len(next(leaves(call.batch), ()))
         while at < len(due) and not _equal(given, dict(named_leaves(part(*due[at], items)))):
             if instance.count(part(*due[at], 1)):
                 return None
@@ -447,7 +456,8 @@ def _changed_text(
             continue
         index = members[min(place, len(members) - 1)]
         own = yielded[index]
-        items, due = len(next(leaves(call.batch), ())), plan.micro_batches[index]
+        items = len(next(leaves(call.batch), ()))
+        due = plan.micro_batches[index]
         what = f"{items} items in place of {due}"
         if items == due:
             off = [
@@ -489,7 +499,8 @@ def run_with_finite_losses(runner: LoopRunner, instance: Instance) -> Outcome | 
 
     None where they are already, or where no run is left.
     """
-    plan, model = instance.case.plan, instance.model()
+    plan = instance.case.plan
+    model = instance.model()
     # ranks compute the losses of their own case, in processes of their own
     if plan.ranks:
         return None

@@ -199,7 +199,8 @@ def _stays(s: Sizes) -> bool:
     """Whether what is wrong of a gradient, and too small, is the same with a larger loss."""
     if not (np.abs(s.observed) <= 1.01 * np.abs(s.expected)).all() or not s.observed.any():
         return False
-    cut, louder = ~np.isclose(s.observed, s.expected, rtol=s.exact), s.louder()
+    cut = ~np.isclose(s.observed, s.expected, rtol=s.exact)
+    louder = s.louder()
     close = max(1e-5, s.tolerance)
     return (
         louder is not None
@@ -271,7 +272,8 @@ def _not_of_the_batch(s: Sizes) -> str | None:
 def _normalised(s: Sizes) -> str | None:
     if not _is_of_any_size(s) or _reaches_further(s) or not _keeps_signs(s):
         return None
-    there, what = s.observed != 0, _norm(s.observed)
+    there = s.observed != 0
+    what = _norm(s.observed)
     if np.count_nonzero(there) > 1 and _is_one_size(s.observed[there]):
         # where all right elements have one size, a division by it leaves signs, too
         only_signs = "" if _is_one_size(s.expected[there]) else ": only signs are left"
@@ -323,7 +325,8 @@ def _beside_small(s: Sizes) -> str | None:
         return f"an error of {off:.2g} is small beside weights of about 1, {NOT_OF_THE_LOSS}"
     larger = np.abs(s.observed[s.off] / s.expected[s.off])
     if (larger > 1).all() and np.ptp(larger) > COARSE * larger.max():
-        right, seen = size_text(s.expected[s.off]), size_text(s.observed[s.off])
+        right = size_text(s.expected[s.off])
+        seen = size_text(s.observed[s.off])
         return f"a gradient of {right} comes out as one of {seen}, {NOT_OF_THE_LOSS}"
     return None
 

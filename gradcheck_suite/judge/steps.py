@@ -115,7 +115,8 @@ def shown(run: HeldSteps) -> str:
     off = (s for s, step in enumerate(run.held) if s >= len(run.right) or step != run.right[s])
     first = max(0, next(off, 0) - 1) if len(texts) > SHOWN else 0
     kept = texts[first : first + SHOWN]
-    before, rest = f", from step {first} on," if first else "", len(texts) - first - len(kept)
+    before = f", from step {first} on," if first else ""
+    rest = len(texts) - first - len(kept)
     return (
         f"the steps held micro-batches{before}"
         f" {', '.join(kept)}{f' and {rest} more' if rest else ''}"
@@ -129,14 +130,16 @@ def _per_micro_batch(run: HeldSteps) -> bool:
     """Whether each step has the micro-batch whose turn it is, and perhaps what earlier ones left
     behind.
     """
-    end, steps = len(run.turns), run.in_turns
+    end = len(run.turns)
+    steps = run.in_turns
     return len(steps) == end * run.plan.epochs and all(
         s % end in step for s, step in enumerate(steps)
     )
 
 
 def _leaks(run: HeldSteps) -> bool:
-    first, rest = run.whole[:1], run.whole[1:]
+    first = run.whole[:1]
+    rest = run.whole[1:]
     leaking = [first[0] | run.tail, *rest] if first else []
     return run.held == run.whole + leaking * (run.plan.epochs - 1)
 
@@ -156,15 +159,20 @@ def _cut_elsewhere(run: HeldSteps) -> bool:
 
     The rest after an epoch's last may miss.
     """
-    steps, end, epochs = run.in_turns, len(run.turns), run.plan.epochs
-    size, due, passes = max(map(len, steps), default=0), 0, 1
+    steps = run.in_turns
+    end = len(run.turns)
+    epochs = run.plan.epochs
+    size = max(map(len, steps), default=0)
+    due = 0
+    passes = 1
     for step in steps:
         left = set(step)
         while left:
             if due not in left:
                 if not due or end - due >= size:
                     return False
-                due, passes = 0, passes + 1
+                due = 0
+                passes = passes + 1
                 continue
             left.remove(due)
             due += 1
@@ -184,7 +192,9 @@ def _is_whole(run: HeldSteps) -> bool:
 
 
 def _cut_text(run: HeldSteps) -> str:
-    k, end, steps = run.plan.accumulation_steps, len(run.turns), run.in_turns
+    k = run.plan.accumulation_steps
+    end = len(run.turns)
+    steps = run.in_turns
     (size, _), *_ = Counter(map(len, steps)).most_common(1)
     of = " of each rank" if run.plan.ranks else ""
     if {max(step) for step in steps} == {i for i in range(end) if (i + 1) % k}:
@@ -224,7 +234,8 @@ def _dropped_text(run: HeldSteps) -> str:
     for step in reversed(run.held):
         # as late as possible: what is missing is then the first
         at = max(i for i in range(end) if run.right[i] == step)
-        missing[:0], end = range(at + 1, end), at
+        missing[:0] = range(at + 1, end)
+        end = at
     missing[:0] = range(end)
     named = ", ".join(
         "window {1} of epoch {0}".format(*divmod(i, len(run.windows))) for i in missing[:3]
@@ -378,7 +389,8 @@ def named(runs: Sequence[HeldSteps], own: Plan, right: HeldSteps | None = None) 
         if telling is not None and all(map(fault.holds, runs)):
             sentence = [f": {fault.text(run)}" for run in runs if run.plan == own]
             if telling.plan != own:
-                k, windows = telling.plan.accumulation_steps, len(telling.windows)
+                k = telling.plan.accumulation_steps
+                windows = len(telling.windows)
                 under = f"; under a plan of {windows} windows with accumulation_steps = {k}: "
                 sentence.append(f"{under}{fault.text(telling)}")
             return Diagnosis(fault.name, "".join(sentence), causes=fault.causes(telling))
@@ -400,7 +412,8 @@ def explain_steps(instance: Instance, outcome: Outcome, runner: LoopRunner) -> D
         outcome: what it did.
         runner: runs the loop again.
     """
-    plan, taken = instance.case.plan, len(outcome.observations)
+    plan = instance.case.plan
+    taken = len(outcome.observations)
     times = f"{taken} or more times" if outcome.endless else counted(taken, "time")
     asked = (
         f"the optimizer was called {times}, expected {plan.steps} "
@@ -424,13 +437,15 @@ def step_pattern(plan: Plan, outcome: Outcome) -> Diagnosis:
     """
     if outcome.endless:
         return Diagnosis("wrong-step-count", ENDLESS)
-    none, taken = HeldSteps(plan, []), len(outcome.observations)
+    none = HeldSteps(plan, [])
+    taken = len(outcome.observations)
     known = (fault.name for fault in PREDICATES if taken in fault.numbers(none))
     return Diagnosis(next(known, "wrong-step-count"), "")
 
 
 def _explained(instance: Instance, outcome: Outcome, runner: LoopRunner, asked: str) -> Diagnosis:
-    plan, taken = instance.case.plan, len(outcome.observations)
+    plan = instance.case.plan
+    taken = len(outcome.observations)
     finite = run_with_finite_losses(runner, instance)
     if finite is not None and len(finite.observations) == plan.steps:
         return replace(SKIPPED, sentence=f"{asked}: {SKIPPED.sentence}")
@@ -468,16 +483,15 @@ def _explained(instance: Instance, outcome: Outcome, runner: LoopRunner, asked: 
     tries = (runs, runs[-1:], [own] if _is_whole(own) else [])
     unknown = Diagnosis("wrong-step-count", "")
     found = next(filter(None, (named(some, own.plan, right) for some in tries if some)), unknown)
-    name, sentence = found.name, found.sentence
+    name = found.name
+    sentence = found.sentence
     if name == "never-stepped":
         sentence = _never(outcome)
     if _may_skip(instance, outcome) and name in ("dropped-window", "never-stepped"):
         # torch.amp.GradScaler skips the step of a window whose gradients overflow, which looks the
         # same from outside
-        name, sentence = (
-            f"{name} or skipped-by-size",
-            f"{sentence}; or: steps are skipped because gradients overflow",
-        )
+        name = f"{name} or skipped-by-size"
+        sentence = f"{sentence}; or: steps are skipped because gradients overflow"
     details = f"; {shown(own)}" if own.held and len(own.held) == taken else ""
     return Diagnosis(name, asked + sentence + details, causes=found.causes)
 

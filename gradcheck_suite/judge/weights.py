@@ -320,7 +320,8 @@ def trial_weights(w: Weights) -> Iterator[Array]:
         yield own + steps[-1]
         yield own + np.sum(steps, axis=0)
     yield own + right[(index + 1) % len(right)]
-    k, size = w.accumulation_steps, len(w.window)
+    k = w.accumulation_steps
+    size = len(w.window)
     for factor in {float(n) for n in (k, size, w.window_count, w.world_size)} - {1.0}:
         yield own * factor
         yield own / factor

@@ -42,7 +42,8 @@ def summed_parts(run: JaxTrainingRun) -> tuple[Callable[..., Sum], Callable[...,
 
 def windows_of(run: JaxTrainingRun) -> list[list[Any]]:
     """Return the windows of one epoch, the last one possibly shorter."""
-    batches, k = list(run.batches), run.accumulation_steps
+    batches = list(run.batches)
+    k = run.accumulation_steps
     return [batches[i : i + k] for i in range(0, len(batches), k)]
 
 
@@ -108,7 +109,8 @@ def _accumulate(run: JaxTrainingRun, mode: str) -> None:
 
     part, mean = summed_parts(run)
     add = adder(mode, part)
-    params, state = run.params, run.optimizer.init(run.params)
+    params = run.params
+    state = run.optimizer.init(run.params)
     kept = jax.tree.map(jnp.zeros_like, (params, part(params, next(iter(run.batches)))[1]))
     for _ in range(run.epochs):
         for window in windows_of(run):

@@ -41,7 +41,8 @@ _SUSPENDED = [False]
 @contextmanager
 def uncounted() -> Iterator[None]:
     """Leave the collectives of the block out of the count."""
-    before, _SUSPENDED[0] = _SUSPENDED[0], True
+    before = _SUSPENDED[0]
+    _SUSPENDED[0] = True
     try:
         yield
     finally:
@@ -253,7 +254,8 @@ class AllMicroBatches:
 
     def __init__(self, run: TrainingRun) -> None:
         """Take each rank's micro-batches from its own run."""
-        self._own, self._ranks = run.loader, run.world_size
+        self._own = run.loader
+        self._ranks = run.world_size
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the micro-batches of one epoch."""
@@ -381,7 +383,8 @@ RANK_MODES: dict[str, Loop] = {
     if mode not in UNFIT.get(name, ())
 }
 """What `verify --ranks` runs when it is given no loop: every reset mode in every wrapper, by the names of both."""
-_ZEROED, _RELEASED = MODES["zero_grad"], MODES["set_to_none"]
+_ZEROED = MODES["zero_grad"]
+_RELEASED = MODES["set_to_none"]
 RANK_LOOPS: dict[str, Loop] = {
     **RANK_MODES,
     # one mode that zeroes and one that releases

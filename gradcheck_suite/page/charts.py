@@ -107,7 +107,9 @@ def style_sheet() -> str:
 
 def config() -> dict[str, Any]:
     """Return the Vega-Lite configuration that all plots share."""
-    soft, line, text = colour("soft"), colour("line"), colour("text")
+    soft = colour("soft")
+    line = colour("line")
+    text = colour("text")
     return {
         "background": None,
         "font": FONT,

@@ -41,8 +41,10 @@ def sources(records: Iterable[Record]) -> tuple[Source, ...]:
     """Return the runs behind some records, the newest first."""
     groups: dict[Source, list[Record]] = {}
     for record in records:
-        older, unclean = record.older, record.clean is False
-        commit, where = record.commit[:9], machine_text(record.environment)
+        older = record.older
+        unclean = record.clean is False
+        commit = record.commit[:9]
+        where = machine_text(record.environment)
         run = Source(record.kind, record.command, commit, "", where, older=older, unclean=unclean)
         groups.setdefault(run, []).append(record)
     found = [(max(r.time for r in group), run, len(group)) for run, group in groups.items()]
@@ -56,10 +58,8 @@ def machine_text(environment: Mapping[str, Any]) -> str:
         return ""
     devices = environment.get("devices") or {}
     accelerators = [str(d) for d in devices.get("torch", ()) if str(d) != "cpu"]
-    processor, cores = (
-        environment.get("processor", "unknown processor"),
-        environment.get("processor_count", "?"),
-    )
+    processor = environment.get("processor", "unknown processor")
+    cores = environment.get("processor_count", "?")
     versions = environment.get("versions") or {}
     torch = f"torch {versions['torch']}" if versions.get("torch") else ""
     return ", ".join(filter(None, (*accelerators, f"{processor}, {cores} cores", torch)))

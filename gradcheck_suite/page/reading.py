@@ -177,7 +177,8 @@ def _made_where_made(record: Record, other: Record) -> bool:
 
     A record may not say its device.
     """
-    mine, others = record.environment, other.environment
+    mine = record.environment
+    others = other.environment
     device = mine.get("device"), others.get("device")
     alike = all(
         mine.get(name) == others.get(name) for name in ("processor", "processor_count", "versions")

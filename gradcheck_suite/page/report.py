@@ -123,7 +123,8 @@ def _audited(records: Records) -> Iterable[ViolationPage]:
     """Yield the violations of the newest audit of each script."""
     for number, record in enumerate(records.newest("audit")):
         for i, violation in enumerate(result_from_json(record.data).violations):
-            script, where = run_of(record.data)[0], machine_text(record.environment)
+            script = run_of(record.data)[0]
+            where = machine_text(record.environment)
             yield violation_page(violation, loop=script, name=f"audit-{number}-{i}", machine=where)
 
 

@@ -86,7 +86,8 @@ def _verification(newest: list[Record]) -> Section:
         "The ratio is the largest difference from the float64 reference over what rounding allows,"
         " among cases that hold. A loop that is no built-in is a user's.",
     )
-    tables, figures = [verdicts], []
+    tables = [verdicts]
+    figures = []
     disagreements = [
         (str(d.get("loop", "?")), str(d.get("dtype", "")), each)
         for d in datas

@@ -110,7 +110,8 @@ def elements_plot(part: Mapping[str, Any]) -> Spec:
             row="row", column="column", expected="expected", observed="observed", allowed="allowed"
         ),
     }
-    count, columns = len(part["expected"]), part["columns"][1] - part["columns"][0]
+    count = len(part["expected"])
+    columns = part["columns"][1] - part["columns"][0]
     found = layers(
         rows, layer("rect", cell, stroke=colour("card"), strokeWidth=1), height=CELL * max(1, count)
     )
@@ -233,7 +234,8 @@ def stored_violations(reports: Path) -> tuple[tuple[ViolationPage, ...], tuple[s
     """Return the pages of all stored counterexamples, and one line for each file that cannot be
     read.
     """
-    found, problems = [], []
+    found = []
+    problems = []
     for path in sorted((reports / FOLDER).glob("*.json")):
         try:
             found.append(replace(read_violation(path), stored=f"{FOLDER}/{quote(path.name)}"))

@@ -93,7 +93,9 @@ class Given:
     """The arguments of a call by their names in ATen's schema, with defaults."""
 
     def __init__(self, call: Call, args: Sequence[Any], kwargs: Any) -> None:
-        self.call, self._args, self._kwargs = call, list(args), dict(kwargs)
+        self.call = call
+        self._args = list(args)
+        self._kwargs = dict(kwargs)
         self.values = {a.name: a.default_value for a in call.op._schema.arguments}
         self.values |= dict(zip(call.names, self._args, strict=False)) | self._kwargs
 
@@ -118,7 +120,8 @@ class Given:
 
     def every(self, /, **others: Any) -> list[Any]:
         """Return all results, with other values for some arguments."""
-        args, kwargs = list(self._args), dict(self._kwargs)
+        args = list(self._args)
+        kwargs = dict(self._kwargs)
         schema = self.call.op._schema.arguments
         for name, value in others.items():
             place = self.call.names.index(name)

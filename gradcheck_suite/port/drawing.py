@@ -75,7 +75,8 @@ def _mask(value: Array, rng: np.random.Generator) -> Array:
         return np.stack([rng.permutation(row) for row in flat]).reshape(value.shape)  # one-hot
     if value.ndim >= 2 and n > 1 and _is_one_sided(rows):
         falls = bool((rows[:, :1] >= rows).all())
-        low, high = int(rows.sum(1).min()), int(rows.sum(1).max())
+        low = int(rows.sum(1).min())
+        high = int(rows.sum(1).max())
         # no row is masked as a whole, or not at all, where none of the given ones is
         counts = rng.integers(min(low, 1), max(high, n - 1) + 1, (len(rows), 1))
         new = np.arange(n) < counts if falls else np.arange(n) >= n - counts
@@ -117,7 +118,8 @@ def _whole_numbers(old: Array, rng: np.random.Generator, kind: str) -> Array:
     rises = rows.shape[1] > 1 and bool((np.diff(rows, axis=1) > 0).all())
     if (rises and rows.shape[1] > 2) or (old.ndim == 2 and np.isin(old, (0, 1)).all()):
         return old if rises else _mask(old, rng)
-    low, high = old.min(), old.max()
+    low = old.min()
+    high = old.max()
     if low < 0:
         return rng.choice(old.reshape(-1), old.shape)
     kept = old != low
@@ -164,7 +166,9 @@ def _ids(old: Array, rng: np.random.Generator, kind: str, span: Span) -> Array:
 
 
 def _real_numbers(old: Array, rng: np.random.Generator, kind: str) -> Array:
-    low, high, spread = float(old.min()), float(old.max()), float(old.std())
+    low = float(old.min())
+    high = float(old.max())
+    spread = float(old.std())
     factor = {"narrow": 0.05, "wide": 2.0}.get(kind, 1.0)
     if low >= 0:
         new = rng.uniform(low, low + factor * max(high - low, 1e-3 * max(high, 1e-3)), old.shape)
@@ -228,7 +232,8 @@ def drawn_point(
         number: seed of the draw.
         spans: of whole numbers.
     """
-    rng, spans = np.random.default_rng(number), spans or {}
+    rng = np.random.default_rng(number)
+    spans = spans or {}
     arrays = [*base.inputs, *base.targets]
     for resize in resizes:
         for place, axes in resize.of_array.items():
@@ -269,13 +274,16 @@ def spans_of(program: TorchProgram, base: Point) -> dict[int, Span]:
         program: of torch at the given input.
         base: the given input.
     """
-    run, found = program.run({}, program.leaves()), dict[int, Span]()
+    run = program.run({}, program.leaves())
+    found = dict[int, Span]()
     for place, value in enumerate((*base.inputs, *base.targets)):
         if not is_sized(value) or np.asarray(value).dtype.kind not in "iu" or not np.size(value):
             continue
         count = len(base.inputs)
         own = Ref("input", place) if place < count else Ref("target", place - count)
-        known, rows, marked = {own}, list[int](), set[int]()
+        known = {own}
+        rows = list[int]()
+        marked = set[int]()
         for index, call in enumerate(program.calls):
             if known.isdisjoint(call.refs):
                 continue
@@ -284,7 +292,8 @@ def spans_of(program: TorchProgram, base: Point) -> dict[int, Span]:
             rows += _rows_of_table(call, known, run)
             if call.name in ("eq", "ne", "gt", "lt", "ge", "le"):
                 marked.update(n for n in call.args[1:2] if isinstance(n, int))
-        low, high = int(np.min(value)), int(np.max(value))
+        low = int(np.min(value))
+        high = int(np.max(value))
         if rows and low >= 0 and high < min(rows):
             # a token that the given rows do not have, and that torch asks for, is a padding
             is_marked = low > 0 and 0 in marked

@@ -82,7 +82,8 @@ class DrawnInputs:
 
     def search(self) -> Difference | None:
         """Return the smallest drawn input on which the two sides differ, or None."""
-        pair, base = self.sides.pair, self.sides.given
+        pair = self.sides.pair
+        base = self.sides.given
         budget = self.budget.of(10 * (self.options.examples + SHRINKS))
         strategy = (
             self._own_strategy(base, budget)
@@ -194,7 +195,8 @@ class DrawnInputs:
 
     def _difference(self, point: Point) -> Difference | None:
         """Return how the sides differ at an input, None where they agree or torch refuses it."""
-        sides, base = self.sides, self.sides.given
+        sides = self.sides
+        base = self.sides.given
         if not is_made_for(sides.pair.sizes, base, point):
             return None
         run = self._torch_run(point)
@@ -206,7 +208,8 @@ class DrawnInputs:
         except UsageError as error:
             return self._raised(point, str(error))
         outs, loss = program.ends(*sides.arguments(point))
-        mine, theirs = [tuple(o.shape) for o in run.outs], [tuple(o.shape) for o in outs]
+        mine = [tuple(o.shape) for o in run.outs]
+        theirs = [tuple(o.shape) for o in outs]
         if [int(np.prod(s)) for s in mine] != [int(np.prod(s)) for s in theirs]:
             words = f"outputs of shapes {_shown(theirs)} where torch returns {_shown(mine)}"
             return Difference(point, words, "shape")
@@ -247,7 +250,8 @@ def run_with(repairs: Repairs, sides: Sides, point: Point) -> TorchRun:
     Raises:
         ValueError: they are not.
     """
-    first, program = sides.torch_program(sides.given).calls, sides.torch_program(point)
+    first = sides.torch_program(sides.given).calls
+    program = sides.torch_program(point)
     if repairs.changes and [c.name for c in first] != [c.name for c in program.calls]:
         raise ValueError("another program at these inputs")
     return repairs.run(program)
@@ -271,13 +275,15 @@ def special(point: Point, base: Point) -> str:
     for place, (new, old) in enumerate(zip(point.inputs, base.inputs, strict=True)):
         if not is_sized(new):
             continue
-        fresh, given = np.asarray(new), np.asarray(old)
+        fresh = np.asarray(new)
+        given = np.asarray(old)
         if fresh.shape != given.shape:
             found.append(f"input {place} is of shape {fresh.shape} for {given.shape}")
         elif fresh.dtype.kind in "iu" and fresh.size:
             found += _special_ids(fresh, given, place)
         elif fresh.dtype.kind == "f" and fresh.size and np.isfinite(given).all():
-            most, before = float(np.abs(fresh).max()), float(np.abs(given).max())
+            most = float(np.abs(fresh).max())
+            before = float(np.abs(given).max())
             if most > 1.2 * before:
                 found.append(
                     f"input {place} reaches {most:.3g} where the given one has {before:.3g}"
@@ -286,7 +292,8 @@ def special(point: Point, base: Point) -> str:
 
 
 def _special_ids(fresh: np.ndarray[Any, Any], given: np.ndarray[Any, Any], place: int) -> list[str]:
-    own, before = set(fresh.reshape(-1).tolist()), set(given.reshape(-1).tolist())
+    own = set(fresh.reshape(-1).tolist())
+    before = set(given.reshape(-1).tolist())
     found = []
     if more := sorted(own - before):
         shown = ", ".join(map(str, more[:4]))
@@ -301,7 +308,8 @@ def _special_ids(fresh: np.ndarray[Any, Any], given: np.ndarray[Any, Any], place
 def nonfinite(expected: Sequence[Any], observed: Sequence[Any]) -> str:
     """Return in words where one side's outputs are no numbers and the other's are."""
     for mine, other in zip(expected, observed, strict=False):
-        wanted, found = array(mine), array(other)
+        wanted = array(mine)
+        found = array(other)
         if found.shape != wanted.shape or wanted.dtype.kind != "f":
             continue
         same = (found == wanted) | (np.isnan(found) & np.isnan(wanted))

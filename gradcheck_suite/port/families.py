@@ -51,7 +51,8 @@ ARITHMETIC = ("add", "mul", "div", "sub", "rsub")
 
 def usual(search: Search, place: int) -> Iterator[Hypothesis]:
     """Yield the usual mistakes with the call, and with the masks and indices that it reads."""
-    call, run = search.program.calls[place], search.matching.run
+    call = search.program.calls[place]
+    run = search.matching.run
     if not run.seen[place]:
         return
     args, kwargs = fill((call.args, call.kwargs), run.get)
@@ -85,7 +86,8 @@ def usual(search: Search, place: int) -> Iterator[Hypothesis]:
 
 def _choosing(search: Search, place: int, depth: int) -> Iterator[int]:
     """Yield the calls before one that tell nothing, also past sums and products."""
-    calls, status = search.program.calls, search.matching.status
+    calls = search.program.calls
+    status = search.matching.status
     return search.read_by(
         [place], depth, lambda i: status[i] is None or calls[i].name in ARITHMETIC
     )
@@ -213,7 +215,9 @@ def skipped(search: Search, place: int) -> Iterator[Hypothesis]:
 
 
 def _left_out(search: Search, index: int) -> Iterator[Hypothesis]:
-    run, calls, call = search.matching.run, search.program.calls, search.program.calls[index]
+    run = search.matching.run
+    calls = search.program.calls
+    call = search.program.calls[index]
     made = run.seen[index][0]
     for i, ref in search.positions(index):
         value = run.get(ref)
@@ -278,16 +282,15 @@ def missing(call: Call, kept: int) -> str:
 
 def scaled(search: Search, place: int) -> Iterator[Hypothesis]:
     """Yield that the result or an operand is a * x + b, with a and b read from the port's values."""
-    call, run = search.program.calls[place], search.matching.run
+    call = search.program.calls[place]
+    run = search.matching.run
     number = call.args[1] if len(call.args) > 1 and isinstance(call.args[1], int | float) else None
     for cause, words, a, b in _affine(search, run.seen[place][0]):
         words = f"the result {words}"
         if number is not None and call.name.rstrip("_") == "add" and cause != "scale":
             # x + eps with another eps: the sum has another number, and nothing is added
-            cause, words = (
-                "eps" if 0 < number < 1e-2 else "constant",
-                f"{number + b:.6g} instead of {number:g}",
-            )
+            cause = "eps" if 0 < number < 1e-2 else "constant"
+            words = f"{number + b:.6g} instead of {number:g}"
         elif number is not None and call.name.rstrip("_") == "mul" and not b:
             words = f"{a * number:.9g} instead of {number:g}"
         yield Hypothesis(cause, words, {place: of_result(lambda o, a=a, b=b: a * o + b)})
@@ -327,7 +330,8 @@ def _scalings(search: Search, value: Any) -> Iterator[Transform]:
     """Yield what multiplies a value, or its parts along an axis, in the port alone."""
     for cause, words, a, b in _affine(search, value):
         yield cause, words, lambda v, a=a, b=b: a * v + b
-    numbers, mine = search.matching.lost_numbers, array(value)
+    numbers = search.matching.lost_numbers
+    mine = array(value)
     for i in numbers.of_size(mine.size) if mine.dtype.kind == "f" and mine.any() else ():
         theirs = aligned(numbers.arrays[i], mine)
         for axis in range(mine.ndim if theirs.shape == mine.shape else 0):
@@ -357,7 +361,8 @@ def ratios(search: Search, place: int) -> Iterator[Hypothesis]:
         return
     sizes = {1.0, 2.0} | {float(n) for n in _sizes_near(search, place)}
     sizes |= {a * b for a in sizes for b in sizes}
-    call, run = search.program.calls[place], search.matching.run
+    call = search.program.calls[place]
+    run = search.matching.run
     for i in search.matching.lost_numbers.of_size(out.numel()):
         theirs = search.matching.lost_numbers.arrays[i].reshape(-1)
         most = np.abs(theirs).argmax()
@@ -382,7 +387,8 @@ def constants(search: Search, place: int) -> Iterator[Hypothesis]:
 
     A table of other numbers is the port's alone. Of zeros and ones each side may have the other's.
     """
-    numbers, tried = search.matching.lost_numbers, set[bytes]()
+    numbers = search.matching.lost_numbers
+    tried = set[bytes]()
     for i, ref in search.positions(place):
         value = search.matching.run.get(ref)
         if not isinstance(value, torch.Tensor) or not _is_constant(search, ref):
@@ -509,7 +515,8 @@ def _affine(
             b = float(theirs[0] - a * ours[0])
             b = 0.0 if abs(b) < 1e-9 * largest else b
             fits = np.abs(a * ours + b - theirs).max() <= numbers.tolerance * largest
-            scales, adds = abs(a - 1) > 1e-9, f"plus {b:.9g}" * bool(b)
+            scales = abs(a - 1) > 1e-9
+            adds = f"plus {b:.9g}" * bool(b)
             if fits and (scales or b) and (mine.size > 2 or not b):
                 cause = LINEAR.get(
                     (round(float(a), 9), round(b, 9)), "scale" if scales else "constant"
@@ -521,7 +528,8 @@ def other_values(search: Search, place: int) -> Iterator[Hypothesis]:
     """Yield that an operand is another value of the same shape: a parameter, an input, a result
     from before.
     """
-    run, calls = search.matching.run, search.program.calls
+    run = search.matching.run
+    calls = search.program.calls
     others = [(Ref(*key), value) for key, value in run.leaves.items()]
     others += [(Ref(i, j), v) for i in range(place - 1, -1, -1) for j, v in enumerate(run.seen[i])]
     for i, ref in search.positions(place):
@@ -552,7 +560,8 @@ def chosen_of_others(search: Search, place: int) -> Iterator[Hypothesis]:
 
 
 def _why_taken(search: Search, place: int, ref: Ref, other: Ref) -> str:
-    calls, producers = search.program.calls, {s.kind for s in search.matching.sources(ref)}
+    calls = search.program.calls
+    producers = {s.kind for s in search.matching.sources(ref)}
     if not isinstance(other.kind, int):
         skipped_calls = _between(search, ref, other)
         if skipped_calls and calls[place].name.rstrip("_") != "add":
@@ -589,7 +598,8 @@ def exchanged_slices(search: Search, place: int) -> Iterator[Hypothesis]:
     """Yield the exchange of a slice of a tensor with another slice of it, among what the operands
     are moved from.
     """
-    calls, run = search.program.calls, search.matching.run
+    calls = search.program.calls
+    run = search.matching.run
     for index in search.read_by([place], 6, lambda i: search.matching.status[i] is None):
         call = calls[index]
         for k in (
@@ -606,7 +616,8 @@ def exchanged_slices(search: Search, place: int) -> Iterator[Hypothesis]:
 
 def _interleaved(search: Search, i: int, k: int) -> Iterator[Hypothesis]:
     """Yield that two slices are the halves, or every other element, of what they have together."""
-    one, two = search.program.calls[i], search.program.calls[k]
+    one = search.program.calls[i]
+    two = search.program.calls[k]
     dim, size = one.args[1], search.matching.run.get(one.args[0]).shape[one.args[1]]
     mine = [list(range(size))[slice(*c.args[2:])] for c in (one, two)]
     both = sorted({*mine[0], *mine[1]})
@@ -633,16 +644,15 @@ def _as_call(other: Call) -> Change:
 def _of(search: Search, place: int, ref: Ref, transform: Transform) -> Hypothesis:
     """Return that a tensor of the program is transformed; `place` is the call where it shows."""
     cause, words, function = transform
-    words, cause = f"{_named(search, ref)} {words}", _transformed_as(search, place, ref, cause)
+    words = f"{_named(search, ref)} {words}"
+    cause = _transformed_as(search, place, ref, cause)
     if isinstance(ref.kind, int):
         return Hypothesis(cause, words, {ref.kind: of_result(function, ref.index)})
     leaves = {(ref.kind, ref.index): function}
     if ref.kind != "state":
         return Hypothesis(cause, words, {}, leaves)
-    path, kind = (
-        str(ref.index).rpartition(".")[0],
-        "forward" if cause in _USED_OTHERWISE else "load",
-    )
+    path = str(ref.index).rpartition(".")[0]
+    kind = "forward" if cause in _USED_OTHERWISE else "load"
     return Hypothesis(cause, words, {}, leaves, kind=kind, path=path)
 
 
@@ -710,7 +720,8 @@ def read_off(search: Search, place: int) -> Iterator[Hypothesis]:
         mine = array(value)
         if mine.ndim == 0 or variety(mine) < LEAST:
             continue
-        wanted, seen = np.sort(mine.reshape(-1)), set[tuple[int, ...]]()
+        wanted = np.sort(mine.reshape(-1))
+        seen = set[tuple[int, ...]]()
         for i in list(numbers.of_size(mine.size))[:READ]:
             if error(numbers.sorted(i), wanted) > numbers.tolerance:
                 continue
@@ -738,7 +749,8 @@ def _order_along(mine: Any, theirs: Any, axis: int) -> list[int] | None:
     rng = np.random.default_rng(0)
     rows, others = (np.moveaxis(a, axis, 0).reshape(a.shape[axis], -1) for a in (mine, theirs))
     weights = rng.normal(size=rows.shape[1])
-    own, wanted = rows @ weights, others @ weights
+    own = rows @ weights
+    wanted = others @ weights
     if not np.isfinite(own).all() or len(np.unique(own)) < len(own):
         return None
     order = [int(np.abs(own - w).argmin()) for w in wanted]
@@ -749,7 +761,8 @@ def _order_along(mine: Any, theirs: Any, axis: int) -> list[int] | None:
 
 def undone(search: Search, place: int) -> Iterator[Hypothesis]:
     """Yield that what moves the elements of an operand is done backwards: the inverse shuffle."""
-    program, run = search.program, search.matching.run
+    program = search.program
+    run = search.matching.run
     for i, ref in search.positions(place):
         value = run.get(ref)
         if not isinstance(value, torch.Tensor) or not isinstance(ref.kind, int):
@@ -916,7 +929,9 @@ def _nearest_modules(path: str, modules: Mapping[str, Any]) -> list[str]:
 
 def rewired(search: Search, place: int) -> Iterator[Hypothesis]:
     """Yield that two tensors, or two numbers, are exchanged in what a line computes."""
-    calls, run, own = search.program.calls, search.matching.run, search.program.calls[place]
+    calls = search.program.calls
+    run = search.matching.run
+    own = search.program.calls[place]
     inside = [
         place,
         *search.read_by(
@@ -938,7 +953,8 @@ def rewired(search: Search, place: int) -> Iterator[Hypothesis]:
             yield Hypothesis("operands-swapped", f"{one:g} and {two:g} exchanged", changes)
     refs = list(dict.fromkeys(r for i in line for r in calls[i].refs))[:12]
     for u, v in combinations(refs, 2):
-        x, y = run.get(u), run.get(v)
+        x = run.get(u)
+        y = run.get(v)
         tensors = isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)
         if tensors and x.shape == y.shape and x.dtype == y.dtype and {u.kind, v.kind} != {"state"}:
             change = _reading({u: v, v: u})
@@ -964,7 +980,8 @@ def together(search: Search, place: int) -> Iterator[Hypothesis]:
     """Yield that both operands of a product are permuted alike: heads and features exchanged,
     halves interleaved.
     """
-    run, sources = search.matching.run, search.matching.sources
+    run = search.matching.run
+    sources = search.matching.sources
     operands = [ref for _, ref in search.positions(place)]
     if len(operands) != 2 or search.program.calls[place].name not in ("bmm", "mm", "matmul"):
         return
@@ -987,7 +1004,8 @@ def together(search: Search, place: int) -> Iterator[Hypothesis]:
 
 def swapped_blocks(search: Search, place: int) -> Iterator[Hypothesis]:
     """Yield that a call, or the whole module that it is in, is done after what comes behind it."""
-    program, run = search.program, search.matching.run
+    program = search.program
+    run = search.matching.run
     calls = program.calls
     modules = (
         list(own) for path, own in groupby(range(len(calls)), lambda i: calls[i].path) if path
@@ -1001,7 +1019,8 @@ def swapped_blocks(search: Search, place: int) -> Iterator[Hypothesis]:
             walked(block[-1:], lambda i: program.readers.get(Ref(i, 0), []), 16), 20 * bool(whole)
         ):
             if not calls[end].mutates and calls[end].path != LOSS:
-                first, second = calls[block[0]], calls[end]
+                first = calls[block[0]]
+                second = calls[end]
                 named = first.path if len(block) > 1 else first.name.strip("_")
                 cause = "eps-place" if _adds_little(second) and "sqrt" in first.name else "order"
                 change = _exchanged(program, whole[0], Ref(block[-1], 0), end)

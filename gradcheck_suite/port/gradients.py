@@ -53,8 +53,10 @@ def wrong_gradients(
     """Return the parameters whose gradients differ by more than rounding, with the relative error
     of each.
     """
-    run, allowed = sides.jax_run(point), sides.bounds(point).gradients
-    theirs, observed = run.gradients, sides.gradients(run)
+    run = sides.jax_run(point)
+    allowed = sides.bounds(point).gradients
+    theirs = run.gradients
+    observed = sides.gradients(run)
     parameters = [g for n, g in expected.items() if n in sides.map.offsets]
     largest = max((float(np.abs(g).max(initial=0.0)) for g in parameters), default=0.0)
     found = {}
@@ -80,7 +82,8 @@ def _gradient_error(observed: Array, expected: Array, is_parameter: bool) -> flo
 
     By an input, as of an arc cosine of 1, a gradient may be no number: then nothing is expected.
     """
-    observed, expected = np.atleast_1d(observed), np.atleast_1d(expected)
+    observed = np.atleast_1d(observed)
+    expected = np.atleast_1d(expected)
     difference = np.abs(observed - expected)
     difference[observed == expected] = 0.0
     free = np.isnan(expected) if is_parameter else ~np.isfinite(expected)
@@ -97,7 +100,9 @@ def along_directions(
     """
     if sides.pair.load is None:
         return 0.0
-    worst, rng, step = 0.0, np.random.default_rng(3), 1e-5
+    worst = 0.0
+    rng = np.random.default_rng(3)
+    step = 1e-5
     for _ in range(2):
         direction = rng.normal(size=gradient.shape)
         ends = []
@@ -122,7 +127,8 @@ def _frontier(sides: Sides, point: Point, run: TorchRun, names: Iterable[str]) -
     """Return the calls through which wrong gradients come from right cotangents, the last ones
     first.
     """
-    program, bounds = sides.torch_program(point), sides.bounds(point)
+    program = sides.torch_program(point)
+    bounds = sides.bounds(point)
     theirs = [g for g in sides.jax_run(point).gradients if g is not None]
     theirs += list(sides.jax_run(point).input_gradients.values())
     tolerance = max(10 * RESOLUTION, bounds.outputs if bounds.rounded else 0.0)
@@ -140,7 +146,8 @@ def _frontier(sides: Sides, point: Point, run: TorchRun, names: Iterable[str]) -
         ref: numbers.holds(array(g)) for ref, g in zip(tensors, grads, strict=True) if g is not None
     }
     inputs = {input_name(int(i)): Ref(kind, i) for kind, i in program.given if kind == "input"}
-    found, seen = set[int](), set[Ref]()
+    found = set[int]()
+    seen = set[Ref]()
     todo = [inputs.get(n, Ref("state", n)) for n in names]
     while todo:
         ref = todo.pop()
@@ -309,7 +316,8 @@ def _with_more(program: TorchProgram) -> Iterator[Hypothesis]:
         with torch.enable_grad():
             return call.op(*args, **kwargs)
 
-    words, start = "an extra gradient where torch has no_grad and the port no stop_gradient", None
+    words = "an extra gradient where torch has no_grad and the port no stop_gradient"
+    start = None
     for i in range(len(program.calls) + 1):
         inside = i < len(program.calls) and not program.calls[i].grad
         if inside and start is None:

@@ -152,7 +152,8 @@ class Interpreter:
     """
 
     def __init__(self, *, custom: bool, shift: Any = 0.0) -> None:
-        self._custom, self._shift = custom, shift
+        self._custom = custom
+        self._shift = shift
         self.rounded = False
 
     def run(
@@ -194,7 +195,8 @@ class Interpreter:
         return number + self._shift * move
 
     def _equation(self, eqn: Any, values: list[Any], eps: Any) -> tuple[list[Any], Any]:
-        name, inner = eqn.primitive.name, _inside(eqn, self._custom)
+        name = eqn.primitive.name
+        inner = _inside(eqn, self._custom)
         low = any(_is_low(v.aval) for v in eqn.invars)
         if inner is None and low and name == "custom_jvp_call":
             inner = eqn.params["call_jaxpr"]  # its rule is for float32
@@ -213,7 +215,8 @@ class Interpreter:
         return self._bind(eqn, values), []
 
     def _bind(self, eqn: Any, values: list[Any]) -> list[Any]:
-        params, name = dict(eqn.params), eqn.primitive.name
+        params = dict(eqn.params)
+        name = eqn.primitive.name
         if name == "reduce_precision":
             return values[:1]
         opaque = name in CUSTOM or any(
@@ -382,7 +385,8 @@ class Stored:
         self._request = ProgramRequest.of(
             ("port", digest(closed)), lambda *a: tuple(run(*a)), *arrays
         )
-        self._structure, self._store = jax.tree.structure(shape), store
+        self._structure = jax.tree.structure(shape)
+        self._store = store
 
     def __call__(self, *arguments: Any) -> Any:
         """Return what the function returns, in numpy arrays."""
@@ -440,10 +444,8 @@ class JaxProgram:
         inputs: Sequence[Any],
         targets: Sequence[Any],
     ) -> None:
-        self._fixed, self._numbers = (
-            list(leaves),
-            [i for i, leaf in enumerate(leaves) if is_number(leaf)],
-        )
+        self._fixed = list(leaves)
+        self._numbers = [i for i, leaf in enumerate(leaves) if is_number(leaf)]
         closed, shape = _traced(
             lambda p, *rest: function(self._whole(p), *rest),
             self._arguments(leaves, inputs, targets),
@@ -454,7 +456,8 @@ class JaxProgram:
             closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True
         )
         self._consts = list(closed.consts)
-        self.outs, self._extras = len(shape[0]), len(shape[1])
+        self.outs = len(shape[0])
+        self._extras = len(shape[1])
         self.all_equations = equations_in(self.jaxpr)
         self.primitives = {e.primitive.name for e in self.all_equations}
         avals = [v.aval for e in self.all_equations for v in e.outvars]
@@ -508,7 +511,8 @@ class JaxProgram:
 
         def main(given: Any, moved: Any) -> Any:
             def loss(values: Any, own_inputs: Any) -> Any:
-                whole, read = list(given[0]), list(given[1])
+                whole = list(given[0])
+                read = list(given[1])
                 for k, value in zip(floats, values, strict=True):
                     whole[k] = value
                 for k, value in zip(real, own_inputs, strict=True):

@@ -95,7 +95,10 @@ class Judge:
     """
 
     def __init__(self, pair: Port, notes: list[str], options: PortOptions) -> None:
-        self.pair, self.notes, self._options, self._seed = pair, notes, options, options.seed
+        self.pair = pair
+        self.notes = notes
+        self._options = options
+        self._seed = options.seed
         self.findings: list[PortFinding] = []
         self.accepted: list[PortFinding] = []
         self.judged: list[str] = []
@@ -175,7 +178,8 @@ class Judge:
         for words in self.sides.unmatched:
             self._add("forward", "", "shape", words)
         self._is_over = not self.sides.torch_program(self.sides.given).outs
-        base, rng = self.sides.given, np.random.default_rng(7 + self._seed)
+        base = self.sides.given
+        rng = np.random.default_rng(7 + self._seed)
         if self.pair.draw is not None:  # what the author draws is the domain
             self.sides.points += author_points(base, self.pair.draw, 2, self._seed)
             return
@@ -204,7 +208,8 @@ class Judge:
 
     def _loading(self) -> None:
         """Judge that every tensor of torch that matters reaches a leaf."""
-        used, parameters = self.map.used(), self.sides.torch_program(self.sides.given).parameters
+        used = self.map.used()
+        parameters = self.sides.torch_program(self.sides.given).parameters
         for name in self.map.names:
             gone = (used[self.map.part(name)] == 0).reshape(self.map.base[name].shape)
             # other buffers may be tables that the port computes
@@ -225,7 +230,8 @@ class Judge:
         return off > self.sides.bounds(self.sides.given).outputs
 
     def _not_loaded(self, name: str, gone: Array) -> None:
-        own, constant = name.rpartition(".")[2], None
+        own = name.rpartition(".")[2]
+        constant = None
         for leaf, value in zip(self.map.leaves, self.sides.leaves, strict=True):
             if leaf is not None and leaf.is_constant and leaf.index.size == gone.size:
                 constant = leaf, np.asarray(value).reshape(-1)
@@ -382,7 +388,8 @@ class Judge:
         """Return the search at a point, the ends that differ, the first lost calls, and what was
         found.
         """
-        program, allowed = self.sides.torch_program(point), self.sides.bounds(point).outputs
+        program = self.sides.torch_program(point)
+        allowed = self.sides.bounds(point).outputs
         matching = Matching(program, self._run(point), self.sides.side(point))
         ends = matching.ends(loss, allowed)
         region, first = matching.region(ends)
@@ -428,7 +435,8 @@ class Judge:
         self, matching: Matching, ends: list[Ref], numbers: Mapping[str, Any], after: str
     ) -> bool:
         """Add a finding of outputs that differ though no result of torch is lost; return False."""
-        program, side = matching.program, matching.side
+        program = matching.program
+        side = matching.side
         call = next((program.calls[e.kind] for e in ends if isinstance(e.kind, int)), None)
         differ = nonfinite(matching.run.outs, side.outs)
         pairs = zip(matching.run.outs, side.outs, strict=False)
@@ -447,7 +455,8 @@ class Judge:
     def _explained(
         self, matching: Matching, found: Found, numbers: Mapping[str, Any], after: str
     ) -> None:
-        hypothesis, calls = found.hypothesis, matching.program.calls
+        hypothesis = found.hypothesis
+        calls = matching.program.calls
         call = calls[hypothesis.at if hypothesis.at is not None else found.place]
         jax_at = (
             matching.where_in_jax(found.run.seen[found.place][0])
@@ -512,7 +521,8 @@ class Judge:
 
     def _value_put_in(self, search: Search, index: int) -> Hypothesis | None:
         """Return the port's value in place of a call's result, if what is behind it agrees then."""
-        matching, best = search.matching, None
+        matching = search.matching
+        best = None
         out = matching.run.seen[index][0]
         for i in matching.lost_numbers.of_size(out.numel())[:40]:
             fixed = torch.as_tensor(np.array(aligned(matching.lost_numbers.arrays[i], array(out))))
@@ -533,7 +543,8 @@ class Judge:
     def _statistics(self) -> None:
         if not self.pair.train:
             return
-        after, before = self.sides.torch_program(self.sides.given).after, self.sides.state
+        after = self.sides.torch_program(self.sides.given).after
+        before = self.sides.state
         updated = [
             n for n, v in after.items() if is_statistic(n) and not np.array_equal(v, before[n])
         ]
@@ -552,7 +563,8 @@ class Judge:
             alike.setdefault((cause, f"{own} {observed}"), []).append((name, off))
         # one line of the port updates those of all layers
         for (cause, observed), faults in alike.items():
-            name, off = faults[0][0], max(off for _, off in faults)
+            name = faults[0][0]
+            off = max(off for _, off in faults)
             observed = observed.partition(" ")[2]
             words = f"expected {name} after the step as torch has it, observed {observed}"
             if others := [other for other, _ in faults[1:]]:
@@ -615,7 +627,8 @@ class Judge:
         after = f"{stops(self.sides.jax_program(point))}; off at {names}"
         place = call.path if call is not None else next(iter(wrong)).rpartition(".")[0]
         where = call.where or None if call is not None else None
-        words, off = f"{what}, observed {fault.words}", max(wrong.values())
+        words = f"{what}, observed {fault.words}"
+        off = max(wrong.values())
         self._add("gradient", place, fault.cause, words, after, torch=where, error=off)
         if fault.repairs is not None:
             self.repairs = fault.repairs
@@ -639,10 +652,8 @@ class Judge:
             return
         source = self.map.sources(fault.leaf)
         place = source[0].rpartition(".")[0] if fault.partial and source else OPTIMIZER
-        words, after = (
-            f"expected the steps of {fault.expected}, observed {fault.words}",
-            f"; most at {fault.leaf.path}",
-        )
+        words = f"expected the steps of {fault.expected}, observed {fault.words}"
+        after = f"; most at {fault.leaf.path}"
         self._add("update", place, fault.cause, words, after, error=fault.error, allowed=STEP)
 
     # drawn inputs
@@ -718,10 +729,8 @@ class Judge:
             return
         program = self.sides.torch_program(self.sides.given)
         run = self.repairs.run(program)
-        side, allowed = (
-            self.sides.jax_run(self.sides.given).outs,
-            self.sides.bounds(self.sides.given).outputs,
-        )
+        side = self.sides.jax_run(self.sides.given).outs
+        allowed = self.sides.bounds(self.sides.given).outputs
         calls = [
             i
             for i in sorted(program.needed)
@@ -770,7 +779,8 @@ class Judge:
 
 def _has_same_numbers(expected: Any, observed: Array) -> bool:
     """Return whether an output of the port has torch's numbers, in whatever order."""
-    wanted, found = np.sort(array(expected).reshape(-1)), np.sort(array(observed).reshape(-1))
+    wanted = np.sort(array(expected).reshape(-1))
+    found = np.sort(array(observed).reshape(-1))
     return wanted.shape == found.shape and error(found, wanted) <= SAME
 
 
@@ -799,7 +809,8 @@ def judged(pair: Port, notes: list[str], label: str, options: PortOptions) -> Po
     Raises:
         UsageError: the pair cannot be judged.
     """
-    start, state = time.monotonic(), state_of(pair.module)
+    start = time.monotonic()
+    state = state_of(pair.module)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the programs are small
     judge = Judge(pair, notes, options)

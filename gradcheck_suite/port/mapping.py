@@ -42,7 +42,8 @@ DRAWS = 4
 """Number of states that are loaded: two fix a and b, the others confirm them."""
 FITS = 2e-6
 """Relative error of a fit: parameters may be loaded in float32."""
-CONSTANT, UNKNOWN = -1, -2
+CONSTANT = -1
+UNKNOWN = -2
 
 
 @dataclass
@@ -100,7 +101,8 @@ class StateMap:
     """
 
     def __init__(self, pair: Port, model: JaxModel) -> None:
-        self.pair, self.model = pair, model
+        self.pair = pair
+        self.model = model
         self.base = state_of(pair.module)
         self.names = [n for n, v in self.base.items() if v.dtype.kind == "f" and v.size]
         self.offsets: dict[str, int] = {}
@@ -124,7 +126,8 @@ class StateMap:
             # the author's function returns what was made before, or copies the module
             given = _by_given_values(self)
             if sum(map(_comes_from_torch, given)) > sum(map(_comes_from_torch, self.leaves)):
-                self.leaves, self._drawn_by_author = given, False
+                self.leaves = given
+                self._drawn_by_author = False
         if not any(leaf is not None and not leaf.is_constant for leaf in self.leaves):
             raise UsageError(
                 "no parameter in common: no element of params has a value of the module's state"
@@ -195,7 +198,8 @@ class StateMap:
 
     def _loaded(self, state: State) -> list[Any]:
         """Return the leaves that the author's code loads from a state."""
-        own, load = self.pair.module.state_dict(), self.pair.load
+        own = self.pair.module.state_dict()
+        load = self.pair.load
         assert load is not None
         given = {n: shaped_as(v, own[n]).numpy().copy() for n, v in state.items()}
         names = ", ".join(list(given)[:4]) + (", ..." if len(given) > 4 else "")
@@ -215,7 +219,8 @@ class StateMap:
         """
         if loaded is None and self.pair.load is not None and not self.exact:
             loaded = self._loaded(state)
-        vector, found = self.flat(state), []
+        vector = self.flat(state)
+        found = []
         for i, (leaf, fixed) in enumerate(zip(self.leaves, self.model.leaves, strict=True)):
             given = fixed if loaded is None else loaded[i]
             if leaf is None or (loaded is not None and not (leaf.known and _is_exact(leaf))):
@@ -266,7 +271,8 @@ class StateMap:
             if leaf is None:
                 found.append(np.zeros(np.shape(fixed)) if hasattr(fixed, "shape") else fixed)
                 continue
-            value, used = np.zeros(leaf.index.shape), leaf.index >= 0
+            value = np.zeros(leaf.index.shape)
+            used = leaf.index >= 0
             value[used] = vector[leaf.index[used]] / leaf.factor[used]
             found.append(value.reshape(leaf.shape))
         return found
@@ -344,7 +350,8 @@ class StateMap:
     # fitting
 
     def _by_values(self) -> list[Leaf | None]:
-        states, drawn = [], []
+        states = []
+        drawn = []
         for draw in range(DRAWS):
             state, leaves = self._drawn(
                 distinct(np.random.default_rng(draw), draw % 2 == 1), set(self.names)
@@ -355,7 +362,8 @@ class StateMap:
         x = np.stack(states)
         first, second = self._pairs()
         both = np.concatenate([x, x[:, first] + x[:, second]], axis=1)
-        lookup, found = _Lookup(both), list[Leaf | None]()
+        lookup = _Lookup(both)
+        found = list[Leaf | None]()
         for i, path in enumerate(self.model.paths):
             values = [leaves[i] for leaves in drawn]
             if not is_float(values[0]) or len({np.shape(v) for v in values}) > 1:
@@ -377,7 +385,8 @@ class StateMap:
         for name in self.names:
             if self.base[name].size <= 100_000:
                 groups.setdefault((name.rpartition(".")[0], self.base[name].shape), []).append(name)
-        first, second = [np.zeros(0, int)], [np.zeros(0, int)]
+        first = [np.zeros(0, int)]
+        second = [np.zeros(0, int)]
         for names in groups.values():
             for a, b in combinations(names[:8], 2):
                 first.append(self.offsets[a] + np.arange(self.base[a].size))
@@ -410,13 +419,12 @@ class _Lookup:
 
     def find(self, y: Array) -> tuple[Array, Array, Array]:
         """Return index, factor and offset of each element of y."""
-        where, factor, offset = (
-            np.full(y.shape[1], UNKNOWN),
-            np.ones(y.shape[1]),
-            np.zeros(y.shape[1]),
-        )
+        where = np.full(y.shape[1], UNKNOWN)
+        factor = np.ones(y.shape[1])
+        offset = np.zeros(y.shape[1])
         constant = np.abs(y - y[0]).max(0, initial=0.0) <= 1e-12 * np.abs(y[0])
-        where[constant], offset[constant] = CONSTANT, y[0][constant]
+        where[constant] = CONSTANT
+        offset[constant] = y[0][constant]
         left = np.flatnonzero(~constant)
         for keys, order, wanted, linear in (
             (self._keys, self._order, self._weights @ y, False),
@@ -429,13 +437,16 @@ class _Lookup:
                 candidate = order[np.clip(place[left] + shift, 0, len(order) - 1)]
                 good, a, b = self._fits(candidate, y[:, left], linear)
                 hit = left[good]
-                where[hit], factor[hit], offset[hit] = candidate[good], a[good], b[good]
+                where[hit] = candidate[good]
+                factor[hit] = a[good]
+                offset[hit] = b[good]
                 left = left[~good]
         return where, factor, offset
 
     def _fits(self, candidate: Array, v: Array, linear: bool) -> tuple[Array, Array, Array]:
         x = self._x[:, candidate]
-        a, b = np.ones(len(candidate)), np.zeros(len(candidate))
+        a = np.ones(len(candidate))
+        b = np.zeros(len(candidate))
         if linear:
             with np.errstate(all="ignore"):
                 a = (v[1] - v[0]) / (x[1] - x[0])
@@ -462,7 +473,9 @@ def _by_given_values(state_map: StateMap) -> list[Leaf | None]:
     """
     vector = state_map.flat(state_map.base)
     order = np.argsort(vector, kind="stable")
-    ordered, taken, found = vector[order], set[str](), list[Leaf | None]()
+    ordered = vector[order]
+    taken = set[str]()
+    found = list[Leaf | None]()
     late: list[Leaf] = []
     for path, value in zip(state_map.model.paths, state_map.model.leaves, strict=True):
         if not is_float(value):
@@ -481,7 +494,8 @@ def _by_given_values(state_map: StateMap) -> list[Leaf | None]:
         place = np.clip(np.searchsorted(ordered, y - FITS * np.abs(y)), 0, max(len(ordered) - 1, 0))
         hit = np.abs(ordered[place] - y) <= FITS * np.abs(y)
         if len(np.unique(y)) > max(1, len(y) // 2) and hit.all():
-            leaf.index, leaf.offset = order[place], np.zeros(len(y))
+            leaf.index = order[place]
+            leaf.offset = np.zeros(len(y))
             taken.update(state_map.sources(leaf))
         elif y.size:
             late.append(leaf)

@@ -95,7 +95,9 @@ class Matching:
     """
 
     def __init__(self, program: TorchProgram, run: TorchRun, side: Side) -> None:
-        self.program, self.run, self.side = program, run, side
+        self.program = program
+        self.run = run
+        self.side = side
         self._sources: dict[Ref, list[Ref]] = {}
         self.status = [self._status(i) for i in range(len(program.calls))]
         mine = [array(v) for values in run.seen for v in values if isinstance(v, torch.Tensor)]
@@ -134,7 +136,8 @@ class Matching:
         the port's alone: a change that returns what both sides have explains nothing. One that
         leaves far fewer different numbers than there were may fit by chance.
         """
-        first, old = outs[0] if outs else None, before[0] if before else None
+        first = outs[0] if outs else None
+        old = before[0] if before else None
         if not isinstance(first, torch.Tensor):
             return False
         value = array(first)
@@ -201,7 +204,8 @@ class Matching:
         This is for outputs of which the port has every number: another row of a table, an element
         more or less that is masked. A call that only moves numbers is then lost as well.
         """
-        todo, seen = [e.kind for e in ends], set[int]()
+        todo = [e.kind for e in ends]
+        seen = set[int]()
         while todo:
             index = todo.pop()
             if isinstance(index, int) and index not in seen:
@@ -221,7 +225,8 @@ class Matching:
         out = outs[0] if outs else None
         if not isinstance(out, torch.Tensor) or not out.is_floating_point() or not out.numel():
             return False
-        wanted, numbers = np.sort(array(out).reshape(-1)), self.side.numbers
+        wanted = np.sort(array(out).reshape(-1))
+        numbers = self.side.numbers
         # zeros and ones may be made in another way
         if not len(telling(wanted)):
             return False
@@ -287,7 +292,8 @@ def _inside(call: Call, args: Any, out: torch.Tensor) -> list[torch.Tensor]:
         centred = x - x.mean(tuple(range(-len(shape), 0)), keepdim=True)
         return [plain, centred, *([] if weight is None else [plain * weight])]
     if "batch_norm" in call.name or call.name == "native_group_norm":
-        weight, bias = args[1], args[2]
+        weight = args[1]
+        bias = args[2]
         scaled = out if bias is None else out - bias.reshape(across)
         return [scaled, *([] if weight is None else [scaled / weight.reshape(across)])]
     return []

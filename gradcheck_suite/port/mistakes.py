@@ -102,9 +102,11 @@ def _norm(
 
     `groups` and `apart` are of group norm, `running` of batch norm.
     """
-    x, eps = a.first, a.values.get("eps") or torch.finfo(torch.float64).eps
+    x = a.first
+    eps = a.values.get("eps") or torch.finfo(torch.float64).eps
     if groups or "group" in a.values:
-        n, inside = groups or a.group, x.shape[1] // (groups or a.group)
+        n = groups or a.group
+        inside = x.shape[1] // (groups or a.group)
         parts = x.unflatten(1, (inside, n)).transpose(1, 2).flatten(1, 2) if apart else x
         parts = plain_norm(parts.reshape(len(x), n, -1), (2,), eps, **how).reshape(x.shape)
         return _scaled(
@@ -156,14 +158,13 @@ def _convolution(a: Given, low: Any, *, flip: bool = False, **others: Any) -> An
     A transposed one has so many elements cut off in front. `others` may have a stride, a dilation,
     a mode of padding.
     """
-    size, n = a.out().shape[2:], a.input.dim() - 2
+    size = a.out().shape[2:]
+    n = a.input.dim() - 2
     weight = a.weight.flip(tuple(range(2, n + 2))) if flip else a.weight
     stride, dilation = (_wide(others.get(k, a.values[k]), n) for k in ("stride", "dilation"))
-    lows, pads, conv = (
-        _wide(low, n) if isinstance(low, list | tuple) else [low] * n,
-        [],
-        torch.ops.aten.convolution,
-    )
+    lows = _wide(low, n) if isinstance(low, list | tuple) else [low] * n
+    pads = []
+    conv = torch.ops.aten.convolution
     if a.transposed:
         more = [max(s, 2) - 1 for s in stride]
         whole = conv(a.input, weight, a.bias, stride, [0] * n, dilation, True, more, a.groups)
@@ -179,7 +180,8 @@ def _lows(a: Given, out: Any) -> Iterable[int]:
     n = out.dim() - 2
     if a.transposed:
         return range(max(a.weight.shape[2:]) * max(a.dilation))
-    padding, stride = _wide(a.padding, n), _wide(a.stride, n)
+    padding = _wide(a.padding, n)
+    stride = _wide(a.stride, n)
     most = max(2 * p + s for p, s in zip(padding, stride, strict=True))
     return [low for low in range(most + 1) if any(low != p for p in padding)]
 
@@ -206,9 +208,12 @@ def _pooled(a: Given, low: int, kind: str) -> Any:
     """Return a pooling with so many elements of padding in front, and as many behind as its
     result's size needs.
     """
-    size, x, pads = a.out().shape[2:], a.first, []
+    size = a.out().shape[2:]
+    x = a.first
+    pads = []
     n = len(size)
-    kernel, stride = _wide(a.kernel_size, n), _wide(a.stride or a.kernel_size, n)
+    kernel = _wide(a.kernel_size, n)
+    stride = _wide(a.stride or a.kernel_size, n)
     for i in reversed(range(n)):
         pads += [low, (size[i] - 1) * stride[i] + kernel[i] - x.shape[x.dim() - n + i] - low]
     parts = F.pad(x, pads, value=-math.inf if kind == "maximum" else 0.0)
@@ -234,7 +239,8 @@ BINS: dict[str, Callable[[int, int, int], tuple[int, int]]] = {
 
 def _binned(a: Given, kind: str) -> Any:
     """Return an adaptive pooling with other windows."""
-    x, reduced = a.first, torch.mean if "avg" in a.call.name else torch.amax
+    x = a.first
+    reduced = torch.mean if "avg" in a.call.name else torch.amax
     for axis, k in enumerate(a.out().shape[2:], 2):
         spans = [BINS[kind](x.shape[axis], k, i) for i in range(k)]
         x = torch.stack(
@@ -361,7 +367,8 @@ REDUCING = (
 
 def over(a: Given) -> list[int]:
     """Return the axes of a reduction."""
-    dim, n = a.values.get("dim"), a.first.dim()
+    dim = a.values.get("dim")
+    n = a.first.dim()
     if dim is None or (isinstance(dim, list | tuple) and not dim):
         return list(range(n))
     return sorted(d % n for d in (dim if isinstance(dim, list | tuple) else [dim]))
@@ -380,7 +387,8 @@ def _along(a: Given, over: list[int], *, keep: bool = False) -> Any:
 
 def _other_axes(a: Given, out: Any) -> list[list[int]]:
     """Return other axes with as many elements, or all but one."""
-    x, every = a.first, range(a.first.dim())
+    x = a.first
+    every = range(a.first.dim())
     options = [*([d] for d in every), *([i for i in every if i != d] for d in every)]
     return [
         o
@@ -453,7 +461,8 @@ def smoothed(logp: Any, target: Any, eps: float, *, others: bool, weight: Any, i
     valid = target != ignore
     safe = torch.where(valid, target, 0)
     plain = -logp.gather(1, safe.unsqueeze(1)).squeeze(1)
-    every, n = -logp.sum(1), logp.shape[1]
+    every = -logp.sum(1)
+    n = logp.shape[1]
     item = (1 - eps) * plain + (eps * (every - plain) / (n - 1) if others else eps * every / n)
     counted = valid if weight is None else weight[safe] * valid
     return (item * counted).sum() / counted.sum()
@@ -463,7 +472,8 @@ def smoothed(logp: Any, target: Any, eps: float, *, others: bool, weight: Any, i
 
 
 def _parts_exchanged(a: Given, places: tuple[int, int]) -> list[Any]:
-    outs, (i, j) = a.every(), places
+    outs = a.every()
+    i, j = places
     outs[i], outs[j] = outs[j], outs[i]
     return outs
 
@@ -498,7 +508,8 @@ def _added(a: Given, value: float, *, invert: bool = False, replace: bool = Fals
     found = _mask_of_sum(a)
     if found is None:  # the row is tried again at another call of the line
         raise ValueError("no mask")
-    mask, other = (found[0] <= -1e4) ^ invert, found[1]
+    mask = (found[0] <= -1e4) ^ invert
+    other = found[1]
     put = torch.as_tensor(value, dtype=other.dtype)
     return torch.where(mask, put, other) if replace else other + torch.where(mask, put, 0.0)
 

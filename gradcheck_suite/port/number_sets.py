@@ -37,7 +37,8 @@ def error(observed: Array, expected: Array) -> float:
         return float("inf")
     if not expected.size:
         return 0.0
-    observed, expected = observed.astype(np.float64), expected.astype(np.float64)
+    observed = observed.astype(np.float64)
+    expected = expected.astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
         off = np.asarray(np.abs(observed - expected))
     # masks of -1e30 and of the smallest number are one
@@ -106,12 +107,14 @@ class Numbers:
     """
 
     def __init__(self, arrays: Iterable[Array], tolerance: float = SAME) -> None:
-        self.arrays, self.tolerance = list(arrays), tolerance
+        self.arrays = list(arrays)
+        self.tolerance = tolerance
         parts = [telling(a) for a in self.arrays]
         owner = np.repeat(np.arange(len(parts) + 1), [*(len(p) for p in parts), 1])
         flat = np.concatenate([*parts, [np.inf]])  # there is a number behind all others
         order = np.argsort(flat, kind="stable")
-        self._flat, self._owner = flat[order], owner[order]
+        self._flat = flat[order]
+        self._owner = owner[order]
         self.whole = list(range(len(self.arrays)))
         self._sorted: dict[int, Array] = {}
         self._by_size: dict[int, list[int]] = {}

@@ -279,7 +279,8 @@ class JaxModel:
     """
 
     def __init__(self, pair: Port) -> None:
-        self._model, self._pair = pair.apply, pair
+        self._model = pair.apply
+        self._pair = pair
         self.library = library_of(pair.apply)
         self._has_module = "equinox" in (self.library, library_of(pair.params))
         self._graph: Any = None
@@ -362,7 +363,8 @@ class JaxModel:
             x[..., 0] + 1j * x[..., 1] if c else x
             for x, c in zip(leaves, self._complex, strict=True)
         ]
-        params, how = jax.tree.unflatten(self.structure, leaves), self._pair.jax_kwargs
+        params = jax.tree.unflatten(self.structure, leaves)
+        how = self._pair.jax_kwargs
         if self.library == "linen":
             mutable = [name for name in params if name != "params"] if self._pair.train else []
             if not mutable:
@@ -517,10 +519,8 @@ def moved(rng: np.random.Generator, much: float = 1.0) -> Draw:
     def draw(value: Array, name: str) -> Array:
         if name.rpartition(".")[2] == "running_var":
             return np.abs(value) * rng.uniform(0.5, 1.5, value.shape) + 0.05
-        size, noise = (
-            float(np.sqrt(np.mean(value**2))) if value.size else 0.0,
-            much * rng.normal(size=value.shape),
-        )
+        size = float(np.sqrt(np.mean(value**2))) if value.size else 0.0
+        noise = much * rng.normal(size=value.shape)
         small = size <= 1e-3  # layers that start at 1e-6 hide what is behind them, as zeros do
         if not small and _is_in_order(value):
             return _in_order(value, 0.3 * noise)
@@ -623,7 +623,8 @@ def built_again(pair: Port, draw: Draw) -> tuple[Port, State]:
     Return the new pair and its state.
     """
     assert pair.rebuild is not None
-    writing, hooks = _Writing(draw), nn.modules.module
+    writing = _Writing(draw)
+    hooks = nn.modules.module
     with (
         hooks.register_module_parameter_registration_hook(writing.note),
         hooks.register_module_buffer_registration_hook(writing.note),

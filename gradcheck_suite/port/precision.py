@@ -46,7 +46,8 @@ def precision_findings(sides: Sides, dtype: str) -> Iterator[tuple[str, float, f
         sides: of the pair.
         dtype: `float64` for the dtypes that the author's code chooses where it gets float64.
     """
-    point, program = sides.given, sides.jax_program(sides.given)
+    point = sides.given
+    program = sides.jax_program(sides.given)
     exact = Repairs().run(sides.torch_program(sides.given)).outs
     if dtype == "float64":
         before = outputs_error(exact, sides.jax_run(sides.given).outs)
@@ -61,7 +62,8 @@ def precision_findings(sides: Sides, dtype: str) -> Iterator[tuple[str, float, f
             return
         leaves, inputs, targets = sides.arguments(sides.given)
         written = program.as_written(leaves, inputs, targets)
-        off, allowed = outputs_error(exact, written), sides.bounds(sides.given).outputs
+        off = outputs_error(exact, written)
+        allowed = sides.bounds(sides.given).outputs
         if off > max(allowed, before):
             lines = _low_lines(program.jaxpr, np.dtype("float64"))
             words = f"the port computes in a lower precision than float64{_at(lines)}"

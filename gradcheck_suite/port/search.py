@@ -103,7 +103,8 @@ class Repairs:
 
     def plus(self, hypothesis: Hypothesis) -> Repairs:
         """Return these with one more."""
-        changes, leaves = dict(self.changes), dict(self.leaves)
+        changes = dict(self.changes)
+        leaves = dict(self.leaves)
         for index, change in hypothesis.changes.items():
             changes[index] = both(changes[index], change) if index in changes else change
         for key, function in hypothesis.leaves.items():
@@ -176,13 +177,11 @@ class Search:
         budget: Budget,
         witnesses: Iterable[Witness] = (),
     ) -> None:
-        self.program, self.matching, self.repairs, self.loss, self.close = (
-            program,
-            matching,
-            repairs,
-            loss,
-            close,
-        )
+        self.program = program
+        self.matching = matching
+        self.repairs = repairs
+        self.loss = loss
+        self.close = close
         self._witnesses = witnesses
         self.budget = budget.of(CANDIDATES)
         self._affected: dict[Any, set[int]] = {}
@@ -204,7 +203,8 @@ class Search:
             region: the lost calls that lead to the difference.
             first: those among them that read no lost result.
         """
-        self.region, self._inside = region, set(region)
+        self.region = region
+        self._inside = set(region)
         order = self._order(first)[:PLACES]
         places = {
             "region": [*self.read_by(first, 3), *region],
@@ -224,7 +224,8 @@ class Search:
         return None if self.budget.stopped else best
 
     def _of_family(self, family: Family, places: list[int]) -> Found | None:
-        passed, best = 0, None
+        passed = 0
+        best = None
         for place in places:
             for hypothesis in self._hypotheses(family, place):
                 if passed >= PASSED or not self.budget.spend():
@@ -303,10 +304,8 @@ class Search:
         more than that.
         """
         for index in hypothesis.changes:
-            before, after = (
-                (self.matching.run.seen[index] or [None])[0],
-                self.local(index, hypothesis),
-            )
+            before = (self.matching.run.seen[index] or [None])[0]
+            after = self.local(index, hypothesis)
             was_many = (
                 torch.is_tensor(before) and before.is_floating_point() and not _is_flat(before)
             )
@@ -367,13 +366,12 @@ class Search:
             before = self._runs_before[number]
             if before is None:
                 continue
-            run, side = (
-                self._ran(self.repairs.plus(found.hypothesis), witness.program),
-                witness.side,
-            )
+            run = self._ran(self.repairs.plus(found.hypothesis), witness.program)
+            side = witness.side
             if run is None:
                 return False
-            ends, close = self._off(run, side), max(10 * witness.allowed, self.close)
+            ends = self._off(run, side)
+            close = max(10 * witness.allowed, self.close)
             if found.error <= self.close and ends <= close:
                 continue
             # what comes behind may be the port's by chance, where one more difference changes it
@@ -396,7 +394,8 @@ class Search:
         Return None where it raises, or where its outputs have other shapes: the port's are known to
         have torch's.
         """
-        side, run = self.matching.side, self._ran(self.repairs.plus(hypothesis), self.program)
+        side = self.matching.side
+        run = self._ran(self.repairs.plus(hypothesis), self.program)
         if run is None or _shapes(run) != _shapes(self.matching.run):
             return None
         if any(_is_nan_alone(a, b) for a, b in zip(run.outs, side.outs, strict=False)):
@@ -410,7 +409,8 @@ class Search:
         """Return a change also at the other calls of its line: those of other time steps, and of
         repeated modules.
         """
-        best, tried = found, list[set[int]]()
+        best = found
+        tried = list[set[int]]()
         leaves = in_every_layer(self.program.names, found.hypothesis.leaves)
         if len(leaves) > len(found.hypothesis.leaves) and found.error > self.close:
             words = f"{found.hypothesis.words}, in every layer"
@@ -523,7 +523,8 @@ def walked(
     start: list[int], following: Callable[[int], Iterable[int]], depth: int
 ) -> Iterator[int]:
     """Yield the calls that follow some calls, the nearest first."""
-    seen, level = set(start), start
+    seen = set(start)
+    level = start
     for _ in range(depth):
         level = [k for k in dict.fromkeys(k for i in level for k in following(i)) if k not in seen]
         seen.update(level)
@@ -567,7 +568,8 @@ def recomputed(
     def results(i: int) -> list[Any]:
         if i not in made:
             call = program.calls[i]
-            args, kwargs = fill(call.args, value), fill(call.kwargs, value)
+            args = fill(call.args, value)
+            kwargs = fill(call.kwargs, value)
             if call.mutates:
                 args = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
             change = changes.get(i)
@@ -622,7 +624,8 @@ def repeated(
     """
     if not hypothesis.changes:
         return {}
-    calls, mine = program.calls, min(hypothesis.changes)
+    calls = program.calls
+    mine = min(hypothesis.changes)
     together = Repairs().plus(hypothesis)
     for index, call in enumerate(calls):
         by = index - mine

@@ -110,7 +110,9 @@ class Sides:
     """
 
     def __init__(self, pair: Port, model: JaxModel, state_map: StateMap, seed: int) -> None:
-        self.pair, self.model, self.map = pair, model, state_map
+        self.pair = pair
+        self.model = model
+        self.map = state_map
         self.given = Point(pair.inputs, pair.targets)
         self.points = [self.given]
         self._jax: dict[Any, JaxProgram] = {}
@@ -149,7 +151,8 @@ class Sides:
     def _torch_ends(self, out: Any, *targets: Any) -> tuple[Any, torch.Tensor]:
         named = [o for o in named_outputs(self.kept(out)) if isinstance(o.value, torch.Tensor)]
         named = [o for i, o in enumerate(named) if i not in self._left_out]
-        self._names, kept = [o.name for o in named], [o.value for o in named]
+        self._names = [o.name for o in named]
+        kept = [o.value for o in named]
         if self.pair.torch_loss is not None:
             loss = self.pair.torch_loss(out, *targets)
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -171,7 +174,8 @@ class Sides:
         ):
             more = flat_output(out[1])
             if len(flat_output(out)) > count:  # (output, updated state)
-                out, extras = out[0], [*extras, *more]
+                out = out[0]
+                extras = [*extras, *more]
         named = named_outputs(self.kept(out))
         self._their_names = [o.name for o in named]
         order = self._order(self._their_names)
@@ -267,7 +271,8 @@ class Sides:
         return self._numbers(point, self.arguments(point), self.forward(point))
 
     def _numbers(self, point: Point, arguments: Any, ran: Forward) -> Side:
-        program, bounds = self.jax_program(point), self.bounds(point)
+        program = self.jax_program(point)
+        bounds = self.bounds(point)
         given = [np.asarray(a) for part in arguments for a in part if is_number(a)]
         more = [
             a.astype(np.float64) if a.dtype.kind == "f" else a for a in (*program.constants, *given)
@@ -275,7 +280,8 @@ class Sides:
         more = [a for a in more if a.dtype.kind in "fiub"]
         tolerance = max(RESOLUTION, bounds.outputs) if bounds.rounded else RESOLUTION
         outs, loss, results = ran
-        values, equations = [r.value for r in results], [r.equation for r in results]
+        values = [r.value for r in results]
+        equations = [r.equation for r in results]
         return Side([*values, *more], [*equations, *[None] * len(more)], outs, loss, tolerance)
 
     def witnesses(self, point: Point) -> Iterator[Witness]:
@@ -350,14 +356,17 @@ class Sides:
         What has no partner is noted as unmatched, and left out. Return whether anything is other
         than it was taken for.
         """
-        theirs, own = list(run.outs), list(self._names)
+        theirs = list(run.outs)
+        own = list(self._names)
         is_named = all(own) and all(self._their_names)
         others = set(own) - set(self._their_names) if is_named else set()
         if len(theirs) == len(outs) and not others and all(map(_same_size, outs, theirs)):
             return False
         every = [*theirs, *run.extras]
-        order, left = self._order(self._their_names), list(range(len(every)))
-        partners, left_out = list[int](), set[int]()
+        order = self._order(self._their_names)
+        left = list(range(len(every)))
+        partners = list[int]()
+        left_out = set[int]()
         for i, out in enumerate(outs):
             fits = [k for k in left if _same_size(out, every[k]) and k < len(order)]
             if is_named and own[i] not in others:
@@ -384,7 +393,8 @@ class Sides:
                     f"torch's output {own[i]!r} is compared with the port's {theirs_name!r}, whose"
                     " numbers are nearest: the names differ"
                 )
-        self._left_out, self._partners = left_out, partners
+        self._left_out = left_out
+        self._partners = partners
         self._jax.clear()
         self.given.kept.clear()
         return True
@@ -396,7 +406,8 @@ class Sides:
         """Return what rounding explains: the effect of moving every number by about its rounding
         error.
         """
-        program, run = self.torch_program(point), self.jax_run(point)
+        program = self.torch_program(point)
+        run = self.jax_run(point)
         base, slopes = self.slopes(program, Repairs())
         bounds = Bounds(RESOLUTION)
         sizes = {n: float(np.abs(g).max(initial=0.0)) for n, g in slopes.items()}
@@ -420,7 +431,8 @@ class Sides:
             leaves = [kept.get(i, leaf) for i, leaf in enumerate(self.leaves)]
             shifted = self.jax_program(point).run(leaves, *self.arguments(point)[1:], shift=unit)
             off = outputs_error([*run.outs, run.loss], [*shifted.outs, shifted.loss])
-            before, after = self.gradients(run), self.gradients(shifted)
+            before = self.gradients(run)
+            after = self.gradients(shifted)
             self._add(bounds, off + TABLE_MARGIN * unit, before, after, 1.0)
             bounds.rounded = True
         return bounds
@@ -491,7 +503,8 @@ class Sides:
         """Return tables of torch's that were computed in float32 and that the port does not load,
         moved by that.
         """
-        used, found = self.map.used(), {}
+        used = self.map.used()
+        found = {}
         for (kind, name), value in program.leaves().items():
             free = kind == "state" and name in self.map.names and name not in self.map.movable
             if kind == "constant" or (free and not used[self.map.part(name)].any()):

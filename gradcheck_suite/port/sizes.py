@@ -28,7 +28,8 @@ SMALL = 16
 """Number up to which its double is tried, too: of chunks there have to be two."""
 FAR = 8
 """Sizes beyond the given one that are tried because of numbers in the programs."""
-SMALL_INPUT, GROWTH = 2000, 32
+SMALL_INPUT = 2000
+GROWTH = 32
 """Elements up to which an input may grow by such a factor; a larger one grows by 4 at most."""
 
 Axis = tuple[int, int]
@@ -128,7 +129,8 @@ def numbers_in(torch_program: TorchProgram, jax_program: JaxProgram) -> list[int
         torch_program: of the given input.
         jax_program: likewise.
     """
-    limits, others = set[int](), set[int]()
+    limits = set[int]()
+    others = set[int]()
     for call in torch_program.calls:
         found = limits if call.name.rstrip("_") in _LIMITING else others
         found.update(_whole((call.args, call.kwargs)))

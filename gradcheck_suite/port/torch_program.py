@@ -181,7 +181,8 @@ class _Recorder(Mode):
         written = [w for a in given for w in self.writers(a, self.ref(a))] if self._writes else []
         template = pytree.tree_map_only(torch.Tensor, self.ref, (args, kwargs))
         out = func(*args, **kwargs)
-        index, results = len(self.calls), flat(out)
+        index = len(self.calls)
+        results = flat(out)
         before = template[0][0] if func is torch.ops.aten.detach.default else None
         if isinstance(before, Ref) and isinstance(before.kind, int):
             # torch 2.9 makes two calls of one `detach()`; autograd detaches a result that it saves,
@@ -298,7 +299,8 @@ class _Steps(TorchFunctionMode):
 
 @contextmanager
 def _attention_in_steps(recorder: _Recorder) -> Iterator[None]:
-    fast, functional = torch.backends.mha.get_fastpath_enabled(), nn.functional
+    fast = torch.backends.mha.get_fastpath_enabled()
+    functional = nn.functional
     torch.backends.mha.set_fastpath_enabled(False)
     functional.scaled_dot_product_attention = attention
     packed = getattr(functional, _PACKED)
@@ -457,7 +459,8 @@ class TorchProgram:
 
     @contextmanager
     def _modules(self, module: nn.Module) -> Iterator[None]:
-        names, stack = {id(m): n for n, m in module.named_modules()}, self._recorder.stack
+        names = {id(m): n for n, m in module.named_modules()}
+        stack = self._recorder.stack
         hooks = nn.modules.module
 
         def enter(part: nn.Module, _: Any) -> None:
@@ -496,7 +499,8 @@ class TorchProgram:
 
     def leaves(self, grad: bool = False) -> dict[Any, torch.Tensor]:
         """Return fresh tensors of the state and the inputs; tied names share one."""
-        found, made = dict(self.given), dict[Any, torch.Tensor]()
+        found = dict(self.given)
+        made = dict[Any, torch.Tensor]()
         for key, value in self.given.items() if grad else ():
             if self.has_gradient(key):
                 found[key] = value.detach().clone().requires_grad_()
@@ -527,7 +531,8 @@ class TorchProgram:
         for index, call in enumerate(self.calls):
             made: list[Any] = []
             if index in self.needed:
-                args, kwargs = fill(call.args, get), fill(call.kwargs, get)
+                args = fill(call.args, get)
+                kwargs = fill(call.kwargs, get)
                 with torch.set_grad_enabled(grad and call.grad):
                     change = changes.get(index)
                     if change is None:

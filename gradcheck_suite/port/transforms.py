@@ -124,7 +124,8 @@ def _regroupings(d: int, n: int) -> Iterator[Transform]:
     for a in range(2, min(n, 17)):
         for b in range(2, min(n // a, 17)):
             if n >= 8 and n % (a * b) == 0 and n // (a * b) > 1:
-                words, parts = f"with axis {d} read as {b} by {a} blocks", (a, b, -1)
+                words = f"with axis {d} read as {b} by {a} blocks"
+                parts = (a, b, -1)
                 yield (
                     "permuted",
                     words,

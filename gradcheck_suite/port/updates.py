@@ -48,7 +48,8 @@ def drawn_gradients(base: Mapping[str, Array], ties: Mapping[str, Any]) -> Steps
         base: parameter -> gradient.
         ties: parameter -> what is the same for tied ones.
     """
-    rng, steps = np.random.default_rng(5), []
+    rng = np.random.default_rng(5)
+    steps = []
     for norm in NORMS:
         drawn: dict[Any, Array] = {}
         for name, g in base.items():
@@ -227,7 +228,10 @@ _VALUES: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("sign", "maximize", (True, False)),
 )
 """Cause, name of the setting, and values."""
-_ADAM, _RMS, _SGD, _ADAGRAD = ("Adam", "AdamW"), ("RMSprop",), ("SGD",), ("Adagrad",)
+_ADAM = ("Adam", "AdamW")
+_RMS = ("RMSprop",)
+_SGD = ("SGD",)
+_ADAGRAD = ("Adagrad",)
 _FORMS: tuple[tuple[tuple[str, ...], str, str, dict[str, Any]], ...] = (
     (_SGD, "momentum-convention", "momentum as an average", {"average": True}),
     (
@@ -297,7 +301,8 @@ def _settings(mine: Recipe, raw: Steps, wrong: Mapping[Any, str]) -> Iterator[Se
         raw: gradients before its hooks.
         wrong: parameters that step otherwise, with their names.
     """
-    group, name = mine.groups[0], mine.cls.__name__
+    group = mine.groups[0]
+    name = mine.cls.__name__
     decays = {g.get("weight_decay", 0.0) for g in mine.groups}
     if any(_norm(a) != _norm(b) for a, b in zip(raw, mine.gradients, strict=True)):
         yield Setting("missing-clipping", "no clipping", lambda r: replace(r, gradients=raw))
@@ -436,7 +441,8 @@ class _Written(torch.optim.Optimizer):
 
     def __init__(self, groups: list[dict[str, Any]], name: str, form: Mapping[str, Any]) -> None:
         super().__init__(groups, {})
-        self._n, self._form = 0, form
+        self._n = 0
+        self._form = form
         self._late = form.get(
             "late", name == "AdamW" or bool(groups[0].get("decoupled_weight_decay"))
         )
@@ -453,7 +459,9 @@ class _Written(torch.optim.Optimizer):
             p -= move * min(1.0, limit / max(whole, 1e-300))
 
     def _move(self, p: Any, grad: Any, g: Mapping[str, Any], kept: dict[str, Any]) -> Any:
-        rate, decay, form = g["lr"], g["weight_decay"], self._form
+        rate = g["lr"]
+        decay = g["weight_decay"]
+        form = self._form
         out = self._direction(p, grad if self._late else grad + decay * p, g, kept)
         inside, outside = (
             (rate, 1.0) if form.get("rate_inside") and g.get("momentum") else (1.0, rate)
@@ -535,7 +543,8 @@ class Updates:
         budget: Budget,
     ) -> None:
         self._budget = budget.of(CANDIDATES)
-        self._map, pair = state_map, state_map.pair
+        self._map = state_map
+        pair = state_map.pair
         own = dict(pair.module.named_parameters())
         self._start = {n: state[n] for n in own}
         base = {
@@ -555,7 +564,8 @@ class Updates:
         mine, recipe = raised(
             "torch_optimizer", lambda: torch_steps(pair.module, make, self._start, longer)
         )
-        self._mine, self._recipe = mine[:-1], replace(recipe, gradients=recipe.gradients[:-1])
+        self._mine = mine[:-1]
+        self._recipe = replace(recipe, gradients=recipe.gradients[:-1])
         if not hasattr(pair.jax_optimizer, "update"):
             raise UsageError(
                 "jax_optimizer: expected an optax.GradientTransformation, got"
@@ -590,7 +600,9 @@ class Updates:
         """Return the leaves that step otherwise, with the difference relative to the largest
         movement of any.
         """
-        m, found, largest = self._map, dict[int, float](), 0.0
+        m = self._map
+        found = dict[int, float]()
+        largest = 0.0
         first = self._vector(self._start)
         for step, theirs in zip(mine, self._theirs, strict=True):
             after = self._vector(step)
@@ -598,10 +610,8 @@ class Updates:
                 leaf = m.leaves[i]
                 assert leaf is not None
                 used = leaf.index >= 0
-                expected, before = (
-                    m.computed(leaf, after).reshape(-1)[used],
-                    m.computed(leaf, first).reshape(-1)[used],
-                )
+                expected = m.computed(leaf, after).reshape(-1)[used]
+                before = m.computed(leaf, first).reshape(-1)[used]
                 off = np.abs(np.asarray(theirs[i]).reshape(-1)[used] - expected)
                 off = np.where(np.isnan(off), np.inf, off)
                 largest = max(largest, float(np.abs(expected - before).max(initial=0.0)))
@@ -631,10 +641,8 @@ class Updates:
                 " parameter"
             )
             return UpdateFault("merged-biases", words, wrong[at], leaf, True, expected)
-        own, leaves = (
-            dict(self._map.pair.module.named_parameters()),
-            [self._map.leaves[i] for i in wrong],
-        )
+        own = dict(self._map.pair.module.named_parameters())
+        leaves = [self._map.leaves[i] for i in wrong]
         names = {
             own[n]: n
             for one in leaves
@@ -654,7 +662,8 @@ class Updates:
         return UpdateFault(cause, words, wrong[at], leaf, partial and found is None, expected)
 
     def _explains(self, *settings: Setting) -> bool:
-        r, module = self._recipe, self._map.pair.module
+        r = self._recipe
+        module = self._map.pair.module
         if not self._budget.spend():
             return False
         try:
@@ -692,7 +701,8 @@ class Updates:
         """Return the learning rates with which torch's steps are the port's, None where no rates
         do that.
         """
-        module, count = self._map.pair.module, len(self._mine)
+        module = self._map.pair.module
+        count = len(self._mine)
         rates = [list(r) for r in recipe.rates[:count]]
         for number in range(count):
             rates[number] = [rate or 1.0 for rate in rates[number]]
@@ -732,11 +742,9 @@ class Updates:
         """Return the optimizer of optax, with torch's settings or its own, by whose steps a leaf
         moves.
         """
-        group, rates, name = (
-            self._recipe.groups[0],
-            [r[0] for r in self._recipe.rates],
-            self._recipe.cls.__name__,
-        )
+        group = self._recipe.groups[0]
+        rates = [r[0] for r in self._recipe.rates]
+        name = self._recipe.cls.__name__
         rate = rates[0] if len(set(rates)) == 1 else lambda n: jnp.asarray(rates)[n]
         mine = {
             **group,
@@ -766,7 +774,9 @@ class Updates:
     def _moves_alike(self, optimizer: Any, at: int) -> bool:
         """Return whether an optimizer of optax moves a leaf as the port's does."""
         before = value = jnp.asarray(self._jax_leaves[at])
-        state, off, moved = optimizer.init(value), [0.0], [0.0]
+        state = optimizer.init(value)
+        off = [0.0]
+        moved = [0.0]
         for step, theirs in zip(self._pushed, self._theirs, strict=True):
             move, state = optimizer.update(jnp.asarray(step[at]), state, value)
             value = value + move

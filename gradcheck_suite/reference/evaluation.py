@@ -127,7 +127,8 @@ def evaluator() -> str:
 def evaluated_by(name: str) -> Iterator[None]:
     """Let `"numpy"` or `"xla"` evaluate inside the block."""
     global _evaluator
-    before, _evaluator = _evaluator, name
+    before = _evaluator
+    _evaluator = name
     try:
         yield
     finally:
@@ -148,7 +149,8 @@ class Program:
         """
         with collector_off():
             closed, out = jax.make_jaxpr(request.function, return_shape=True)(*request.arguments)
-        self._tape, self._structure = Tape(closed), jax.tree.structure(out)
+        self._tape = Tape(closed)
+        self._structure = jax.tree.structure(out)
 
     def results(self, arguments: Tree) -> list[Array]:
         """Return the arrays that the program returns."""
@@ -253,7 +255,9 @@ class Tapes:
         self._programs: OrderedDict[Hashable, Program | None] = OrderedDict()
         self._samples: OrderedDict[Hashable, Sample] = OrderedDict()
         self._telling: dict[Hashable, bool] = {}
-        self.checked, self.differences, self.of_gradient = 0, dict[str, None](), ""
+        self.checked = 0
+        self.differences = dict[str, None]()
+        self.of_gradient = ""
 
     def program(self, request: ProgramRequest) -> Program | None:
         """Return a program as numpy evaluates it.

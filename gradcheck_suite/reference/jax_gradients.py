@@ -52,7 +52,8 @@ def pad_rows(array: npt.NDArray[Any], rows: int) -> npt.NDArray[Any]:
     if len(array) == rows:
         return array
     padded = np.empty((rows, *array.shape[1:]), array.dtype)
-    padded[: len(array)], padded[len(array) :] = array, array[0]
+    padded[: len(array)] = array
+    padded[len(array) :] = array[0]
     return padded
 
 
@@ -73,7 +74,9 @@ class Windows:
     """
 
     def __init__(self, values: Arrays, batch: Arrays, spans: Sequence[slice]) -> None:
-        self.values, self.batch, self.spans = values, batch, spans
+        self.values = values
+        self.batch = batch
+        self.spans = spans
         self.rows = padded_rows(spans[-1].stop)
         self.gradients: list[Arrays] = [{} for _ in spans]
 
@@ -105,10 +108,12 @@ class _Leaf:
 
     def __init__(self, layer: Layer, signal: Signal, path: str, ties: Sequence[Tie]) -> None:
         self.kind = layer_definition(layer)
-        self.size_in, self.size_out = signal.size, out_signal(layer, signal).size
+        self.size_in = signal.size
+        self.size_out = out_signal(layer, signal).size
         self.dtype = np.dtype(np.int64 if signal.form == "tokens" else np.float64)
         self.keys = extra_keys(layer, signal, path)
-        self.path, self.ties = path, ties
+        self.path = path
+        self.ties = ties
         self.key = ("layer", layer.kind, layer.options)
         self.program = _layer_program(layer.kind, layer.o)
         self._requests: dict[Any, tuple[ProgramRequest, npt.NDArray[Any]]] = {}
@@ -214,7 +219,8 @@ class _Branches:
     """
 
     def __init__(self, branches: list[Walk], axis: int | None) -> None:
-        self.inner, self.axis = branches, axis
+        self.inner = branches
+        self.axis = axis
 
     def forward(self, windows: Windows, x: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], Any]:
         outs, saved = zip(*(branch.forward(windows, x) for branch in self.inner), strict=True)
@@ -348,8 +354,10 @@ class Objective:
 
     def __init__(self, loss: Loss) -> None:
         options = tuple(option for option in loss.options if option[0] != "reduction")
-        self.key, self.program = ("losses", loss.kind, options), _loss_program(loss)
-        self.mean, self.axes = loss.reduction == "mean", loss_definition(loss).axes
+        self.key = ("losses", loss.kind, options)
+        self.program = _loss_program(loss)
+        self.mean = loss.reduction == "mean"
+        self.axes = loss_definition(loss).axes
         self._requests: dict[Any, ProgramRequest] = {}
 
     def request(self, windows: Windows, size: tuple[int, ...]) -> ProgramRequest:
@@ -383,7 +391,8 @@ class Objective:
             )
             into_out = self._unfold(into_out, out)
         # padding contributes nothing, also where an infinite derivative makes 0 * inf = NaN
-        losses, gradient = [], np.zeros_like(into_out)
+        losses = []
+        gradient = np.zeros_like(into_out)
         with np.errstate(all="ignore"):  # as in XLA
             for span in windows.spans:
                 divisor = counts[span].sum() if self.mean else 1.0
@@ -449,7 +458,8 @@ class StartedGradients:
         self._walk, self._objective = _walk(problem)
         self._groups: list[Windows] = []
         for group in _groups(windows):
-            first, rows = group[0].start, padded_rows(group[-1].stop - group[0].start)
+            first = group[0].start
+            rows = padded_rows(group[-1].stop - group[0].start)
             batch = {
                 name: pad_rows(array[first : group[-1].stop], rows) for name, array in data.items()
             }

@@ -118,7 +118,9 @@ class Float64Bound:
     """The bound in float64, where autocast changes nothing."""
 
     def __init__(self, window: Window, compute: Compute) -> None:
-        self._window, self._terms, self._compute = window, len(window.members), compute
+        self._window = window
+        self._terms = len(window.members)
+        self._compute = compute
 
     @cached_property
     def computation(self) -> Computation:
@@ -207,7 +209,8 @@ class LowPrecisionBound:
     """
 
     def __init__(self, window: Window, compute: Compute) -> None:
-        self._window, self._compute = window, compute
+        self._window = window
+        self._compute = compute
         names = [
             name for name in (window.reference.instance.case.dtype, compute) if name is not None
         ]
@@ -238,7 +241,8 @@ class LowPrecisionBound:
     @cached_property
     def quick(self) -> Vector:
         """What scaling and adding up may do to the largest element of each parameter."""
-        layout, terms = self._window.reference.layout, len(self._window.members)
+        layout = self._window.reference.layout
+        terms = len(self._window.members)
         return (
             coarse_bound(self._sizes, terms, self._unit, layout, smallest=self._smallest)
             + self._unsure
@@ -276,7 +280,8 @@ class LowPrecisionBound:
         return self._errors(self._window.parts) if len(self._window.parts) > 1 else None
 
     def _errors(self, parts: Sequence[Part]) -> RoundingErrors:
-        computation, dtype = self._window.float64_bound.computation, torch_dtype(self._unit)
+        computation = self._window.float64_bound.computation
+        dtype = torch_dtype(self._unit)
         return RoundingErrors(computation, parts, dtype, smallest=self._smallest)
 
     def comparable(self, observed: Vector) -> Vector:
@@ -505,9 +510,11 @@ class Window:
     def __init__(
         self, reference: Reference, index: int, parameters: Parameters | None, compute: Compute
     ) -> None:
-        self.reference, self.parameters = reference, parameters
+        self.reference = reference
+        self.parameters = parameters
         instance = reference.instance
-        self.index, self.members = index, instance.case.plan.windows[index]
+        self.index = index
+        self.members = instance.case.plan.windows[index]
         self.items = instance.case.plan.window_items(index)
         try:
             gradients = gradients_of(instance, self.model(), self.items, dtype=torch.float64)
@@ -515,7 +522,8 @@ class Window:
             raise CannotJudgeError(f"the plain large batch fails in float64: {error}") from error
         self.reached = frozenset(name for name, g in gradients.items() if g is not None)
         self.torch = reference.flat(gradients)
-        self._compute, self._is_confirmed = compute, False
+        self._compute = compute
+        self._is_confirmed = False
         self._make_bounds()
 
     def _make_bounds(self) -> None:
@@ -577,11 +585,13 @@ class Window:
         """
         if self._is_confirmed or evaluator() == XLA or self.jax is None:
             return False
-        self._is_confirmed, by_numpy = True, self.jax
+        self._is_confirmed = True
+        by_numpy = self.jax
         with evaluated_by(XLA):
             self.jax = self.reference.by_jax(self.values, [self.items])[0]
         self._make_bounds()
-        bound, layout = self.float64_bound, self.reference.layout
+        bound = self.float64_bound
+        layout = self.reference.layout
         evidence = Comparison(layout, self.jax, by_numpy, bound.quick)
         compared = compare_within(bound, evidence, accumulated=False)
         if compared.ratio > 1:
@@ -629,7 +639,8 @@ class Window:
         """Return the float64 gradient of each micro-batch's own loss, as `Problem.loss` gives it or
         summed.
         """
-        instance, model = self.reference.instance, self.model()
+        instance = self.reference.instance
+        model = self.model()
         cuts = (instance.case.plan.items(j) for j in self.members)
         found = (
             gradients_of(instance, model, cut, summed=summed, dtype=torch.float64) for cut in cuts
@@ -679,7 +690,8 @@ def disagreement(window: Window, jax: Vector | None = None) -> str | None:
     by_jax = window.jax if jax is None else jax
     if by_jax is None:
         return None
-    bound, layout = window.float64_bound, window.reference.layout
+    bound = window.float64_bound
+    layout = window.reference.layout
     quickly = Comparison(layout, by_jax, window.torch, bound.quick)
     if quickly.ratio <= 1:
         return None
@@ -704,7 +716,8 @@ def accumulation_fault(window: Window) -> str | None:
         return None
     if text := _randomness(window):
         return text
-    bound, accumulated = window.float64_bound, np.sum(window.float64_bound.contributions, axis=0)
+    bound = window.float64_bound
+    accumulated = np.sum(window.float64_bound.contributions, axis=0)
     compared = compare_within(
         bound, Comparison(window.reference.layout, window.jax, accumulated, bound.quick)
     )
@@ -876,7 +889,8 @@ class Reference:
 
     def prepare(self) -> None:
         """Let other threads load or compile the programs of `jax`."""
-        spec, arrays = self.instance.accumulable_spec, self.instance.arrays
+        spec = self.instance.accumulable_spec
+        arrays = self.instance.arrays
         if (
             spec is not None
             and arrays is not None
@@ -903,12 +917,14 @@ class Reference:
         """Each window's gradient by JAX, for a generated problem that is separable over samples."""
         if self._started is None:
             return self.by_jax(self.values64, self._items)
-        started, self._started = self._started, None
+        started = self._started
+        self._started = None
         return [self.join(gradient) for _, gradient in started.result()]
 
     def by_jax(self, values: Arrays, windows: Sequence[range]) -> list[Vector]:
         """Return each window's gradient by JAX at the given parameters and floating buffers."""
-        spec, arrays = self.instance.accumulable_spec, self.instance.arrays
+        spec = self.instance.accumulable_spec
+        arrays = self.instance.arrays
         assert spec is not None
         assert arrays is not None
         return [

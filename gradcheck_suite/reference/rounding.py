@@ -248,7 +248,8 @@ def batch_norm(
         _, mean, scale = _statistics(x, [axis for axis in range(x.dim()) if axis != 1], eps)
         kept = mean.reshape(-1), scale.reshape(-1)
     else:
-        mean, scale = running_mean.reshape(across), (running_var.reshape(across) + eps).rsqrt()
+        mean = running_mean.reshape(across)
+        scale = (running_var.reshape(across) + eps).rsqrt()
         kept = x.new_empty(0), x.new_empty(0)
     wide = scale if weight is None else scale * weight.reshape(across)
     shift = -(mean * wide)
@@ -495,12 +496,15 @@ class RandomRounding(_RoundingMode):
                 `dtype`, where this is float64 or float16.
         """
         super().__init__()
-        self._dtype, self._guarded, self._salted = dtype, guarded, seed % 2 == 1
+        self._dtype = dtype
+        self._guarded = guarded
+        self._salted = seed % 2 == 1
         # float64 has this spacing among the numbers around the second one; results are cast to
         # float16 anyway
         self._smallest = 0.0 if dtype is torch.float16 else smallest
         self._coarse = 1.5 * 2.0**52 * smallest
-        self._hash, self._operations = random.Random(seed).getrandbits(64), 0
+        self._hash = random.Random(seed).getrandbits(64)
+        self._operations = 0
 
     def _simpler(self) -> dict[Any, Any]:
         return _decompositions(inside=_grid(self._dtype).rounds_inside)
@@ -563,7 +567,8 @@ class RandomRounding(_RoundingMode):
     def _moved(self, value: torch.Tensor, salt: int) -> torch.Tensor:
         """Return a tensor with random errors, in float64."""
         coarser = max(value.dtype, self._dtype, key=lambda dtype: torch.finfo(dtype).eps)
-        grid, value = _grid(coarser), value.to(torch.float64)
+        grid = _grid(coarser)
+        value = value.to(torch.float64)
         multiplier = (self._hash + (2 * self._operations + salt) * SALT) % 2**64 | 1
         multiplier -= 2**64 * (multiplier >= 2**63)
         cells = value.view(torch.int64)
@@ -630,7 +635,8 @@ def _decompositions(*, inside: bool) -> dict[Any, Any]:
 
 @cache
 def _rounding_of(func: Any) -> _Rounding:
-    schema, name = func._schema, func.overloadpacket.__name__
+    schema = func._schema
+    name = func.overloadpacket.__name__
     views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
     if views or name.removesuffix("_") in SELECTING:
         return _Rounding(False)
@@ -689,7 +695,10 @@ class Computation:
             dtype: dtype of parameters and floating-point data.
             compute: autocast dtype of the losses, or None.
         """
-        self.instance, self._model, self._dtype, self._compute = instance, model, dtype, compute
+        self.instance = instance
+        self._model = model
+        self._dtype = dtype
+        self._compute = compute
         self._trainable = [p for p in model.parameters() if p.requires_grad]
         self._batches: dict[range, Batch] = {}
         self._guarded = False
@@ -825,7 +834,9 @@ class RoundingErrors:
             dtype: the precision whose rounding errors are drawn.
             smallest: spacing of the smallest numbers, as for `RandomRounding`.
         """
-        self._computation, self._parts, self._dtype = computation.on_cpu(*parts), parts, dtype
+        self._computation = computation.on_cpu(*parts)
+        self._parts = parts
+        self._dtype = dtype
         self._smallest = smallest
         self._kept: dict[tuple[int, int], tuple[Vector, Vector]] = {}
 
@@ -889,7 +900,8 @@ class RoundingErrors:
             with np.errstate(invalid="ignore", over="ignore"):
                 square = (self._rounded(draw) - self._centre) ** 2
             finite = np.isfinite(square)
-            total, number = total + np.where(finite, square, 0.0), number + finite
+            total = total + np.where(finite, square, 0.0)
+            number = number + finite
         self._kept[first, last] = total, number
         return total / np.maximum(number, 1)
 
@@ -966,7 +978,8 @@ class _Narrowed(_RoundingMode):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self._dtype, self.left = dtype, False
+        self._dtype = dtype
+        self.left = False
 
     def _simpler(self) -> dict[Any, Any]:
         return _overflowing()

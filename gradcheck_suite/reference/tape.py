@@ -216,7 +216,8 @@ def _converted(p: Parameters) -> Operation:
             return x.astype(dtype)
         # XLA takes NaN to 0, and what is out of range to the nearest integer there is; in C, and so
         # in numpy, both are undefined
-        low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
+        low = np.iinfo(dtype).min
+        high = np.iinfo(dtype).max
         inside = (x > low) & (x < high)
         outside = np.where(x >= high, high, np.where(x <= low, low, 0)).astype(dtype)
         return np.where(inside, np.where(inside, x, 0).astype(dtype), outside)
@@ -280,7 +281,8 @@ def _unstacked(p: Parameters) -> Operation:
 
 @_rule("split")
 def _split(p: Parameters) -> Operation:
-    ends, axis = np.cumsum(p["sizes"])[:-1], p["axis"]
+    ends = np.cumsum(p["sizes"])[:-1]
+    axis = p["axis"]
     return lambda x: np.split(x, ends, axis)
 
 
@@ -299,7 +301,8 @@ def _reversed(p: Parameters) -> Operation:
 
 @_rule("iota")
 def _iota(p: Parameters) -> Operation:
-    shape, dimension = tuple(p["shape"]), p["dimension"]
+    shape = tuple(p["shape"])
+    dimension = p["dimension"]
     aligned = [1] * len(shape)
     aligned[dimension] = shape[dimension]
     numbers = np.arange(shape[dimension]).astype(p["dtype"]).reshape(aligned)
@@ -456,7 +459,8 @@ RULES["cumlogsumexp"] = _running(lambda x, axis: np.logaddexp.accumulate(x, axis
 
 @_rule("sort")
 def _sorted(p: Parameters) -> Operation:
-    axis, number = p["dimension"], p["num_keys"]
+    axis = p["dimension"]
+    number = p["num_keys"]
 
     def sort(*arrays: Array) -> list[Array]:
         # both put NaN last and take -0.0 for 0.0; numpy's last key is the first one of JAX. Where
@@ -493,7 +497,8 @@ def _product_of_two(p: Parameters) -> Operation:
         left = [i for i in range(a.ndim) if i not in (*left_summed, *left_batch)]
         right = [i for i in range(b.ndim) if i not in (*right_summed, *right_batch)]
         batch = [a.shape[i] for i in left_batch]
-        rows, columns = [a.shape[i] for i in left], [b.shape[i] for i in right]
+        rows = [a.shape[i] for i in left]
+        columns = [b.shape[i] for i in right]
         summed = math.prod(a.shape[i] for i in left_summed)
         one = a.transpose(*left_batch, *left, *left_summed)
         other = b.transpose(*right_batch, *right_summed, *right)
@@ -508,7 +513,8 @@ def _product_of_two(p: Parameters) -> Operation:
 
 @_rule("conv_general_dilated")
 def _convolution(p: Parameters) -> Operation:
-    numbers, strides = p["dimension_numbers"], p["window_strides"]
+    numbers = p["dimension_numbers"]
+    strides = p["window_strides"]
     paddings = [Padding(0, 0)] * 2 + [
         Padding(low, high, dilation - 1)
         for (low, high), dilation in zip(p["padding"], p["lhs_dilation"], strict=True)
@@ -530,7 +536,8 @@ def _convolution(p: Parameters) -> Operation:
         return found.reshape(groups, items * math.prod(places), -1), [items, *places]
 
     def convolve(a: Array, b: Array) -> Array:
-        a, b = a.transpose(numbers.lhs_spec), b.transpose(numbers.rhs_spec)
+        a = a.transpose(numbers.lhs_spec)
+        b = b.transpose(numbers.rhs_spec)
         if batch_groups > 1:
             a = np.concatenate(np.split(a, batch_groups, 0), 1)
         factors, shape = rows(a, b.shape[2:])
@@ -569,11 +576,9 @@ def _over_windows(
     reduce: Callable[[Array, tuple[int, ...]], Any], neutral: Callable[[np.dtype[Any]], Any]
 ) -> Rule:
     def rule(p: Parameters) -> Operation:
-        sizes, strides, dilations = (
-            p["window_dimensions"],
-            p["window_strides"],
-            p["window_dilation"],
-        )
+        sizes = p["window_dimensions"]
+        strides = p["window_strides"]
+        dilations = p["window_dilation"]
         paddings = [
             Padding(low, high, dilation - 1)
             for (low, high), dilation in zip(p["padding"], p["base_dilation"], strict=True)
@@ -596,7 +601,8 @@ RULES["reduce_window_min"] = _over_windows(_minimum, _highest)
 
 @_rule("select_and_scatter_add")
 def _scattered_to_selected(p: Parameters) -> Operation:
-    sizes, strides = p["window_dimensions"], p["window_strides"]
+    sizes = p["window_dimensions"]
+    strides = p["window_strides"]
     paddings = [Padding(low, high) for low, high in p["padding"]]
     takes_largest = p["select_prim"].name == "ge"
     stays = np.greater_equal if takes_largest else np.less_equal
@@ -608,7 +614,8 @@ def _scattered_to_selected(p: Parameters) -> Operation:
         flat = view.reshape(*view.shape[: x.ndim], -1)
         # XLA walks through a window and leaves an element where `>=` fails, as it does from a NaN
         # and to one; numpy's argmax stays at the first NaN
-        selected, place = flat[..., 0], np.zeros(flat.shape[:-1], int)
+        selected = flat[..., 0]
+        place = np.zeros(flat.shape[:-1], int)
         for number in range(1, flat.shape[-1]):
             kept = stays(selected, flat[..., number])
             selected = np.where(kept, selected, flat[..., number])
@@ -751,7 +758,8 @@ def _gathered(p: Parameters) -> Operation:
         raise UnknownPrimitiveError(f"gather in the mode {mode.name}")
 
     def gather(x: Array, indices: Array) -> Array:
-        starts, batch = where.starts(x, indices), indices.shape[:-1]
+        starts = where.starts(x, indices)
+        batch = indices.shape[:-1]
         inside = _inside(starts, x, sizes)
         # a slice outside of the operand is moved into it: XLA does so in every mode, and JAX
         # replaces it afterwards in that which fills
@@ -774,7 +782,8 @@ def _assigned(out: Array, index: tuple[Array, ...], updates: Array) -> None:
 
 def _scattered(write: Callable[[Array, tuple[Array, ...], Array], None]) -> Rule:
     def rule(p: Parameters) -> Operation:
-        numbers, mode = p["dimension_numbers"], p["mode"]
+        numbers = p["dimension_numbers"]
+        mode = p["mode"]
         windows = list(numbers.update_window_dims)
         where = SliceIndex(
             numbers.scatter_dims_to_operand_dims,
@@ -792,7 +801,8 @@ def _scattered(write: Callable[[Array, tuple[Array, ...], Array], None]) -> Rule
             sizes = [1] * np.ndim(x)
             for axis, size in zip(where.kept(np.ndim(x)), updates.shape[len(batch) :], strict=True):
                 sizes[axis] = size
-            starts, out = where.starts(x, indices), np.array(x)
+            starts = where.starts(x, indices)
+            out = np.array(x)
             # what is out of bounds is dropped as a whole slice, except where it is moved inside
             inside = _inside(starts, x, sizes) | (mode.name == "CLIP")
             elements = where.elements(_moved_inside(starts, x, sizes), sizes)
@@ -831,12 +841,14 @@ def _scan(p: Parameters) -> Operation:
     first = parts.constants + parts.carried
 
     def scan(*operands: Array) -> list[Any]:
-        constants, sequences = operands[: parts.constants], operands[first:]
+        constants = operands[: parts.constants]
+        sequences = operands[first:]
         carry: Sequence[Any] = operands[parts.constants : first]
         steps: list[Sequence[Any]] = [()] * length
         for number in order:
             found = body(*constants, *carry, *(each[number] for each in sequences))
-            carry, steps[number] = found[: parts.carried], found[parts.carried :]
+            carry = found[: parts.carried]
+            steps[number] = found[parts.carried :]
         if not length:
             return [*carry, *(np.zeros((0, *aval.shape), aval.dtype) for aval in avals)]
         return [*carry, *(np.stack(column) for column in zip(*steps, strict=True))]
@@ -847,10 +859,12 @@ def _scan(p: Parameters) -> Operation:
 @_rule("while")
 def _while(p: Parameters) -> Operation:
     condition, body = Tape(p["cond_jaxpr"]), Tape(p["body_jaxpr"])
-    of_condition, of_body = p["cond_nconsts"], p["body_nconsts"]
+    of_condition = p["cond_nconsts"]
+    of_body = p["body_nconsts"]
 
     def loop(*operands: Array) -> Sequence[Any]:
-        asked, constants = operands[:of_condition], operands[of_condition:][:of_body]
+        asked = operands[:of_condition]
+        constants = operands[of_condition:][:of_body]
         carry: Sequence[Any] = operands[of_condition + of_body :]
         while condition(*asked, *carry)[0]:
             carry = body(*constants, *carry)
@@ -985,7 +999,8 @@ class _Recorder:
         return [read(atom) for atom in jaxpr.outvars]
 
     def _record(self, equation: Any, operands: Sequence[int]) -> Sequence[int]:
-        name, parameters = equation.primitive.name, equation.params
+        name = equation.primitive.name
+        parameters = equation.params
         if name in IDENTITIES:
             return operands
         if name in CALLS and CALLS[name] in parameters:
@@ -1014,11 +1029,13 @@ class Tape:
         recorder = _Recorder()
         self._inputs = [recorder.slot() for _ in closed.jaxpr.invars]
         self._outputs = recorder.record(closed.jaxpr, closed.consts, self._inputs)
-        self._values, self._steps = recorder.values, recorder.steps
+        self._values = recorder.values
+        self._steps = recorder.steps
 
     def __call__(self, *arguments: Array) -> list[Any]:
         """Return the results for these arguments, which may be views of them."""
-        values, rounding = list(self._values), _ROUNDING.generator is not None
+        values = list(self._values)
+        rounding = _ROUNDING.generator is not None
         for slot, argument in zip(self._inputs, arguments, strict=True):
             values[slot] = _moved(argument) if rounding else argument
         for step in self._steps:

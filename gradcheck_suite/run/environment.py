@@ -127,7 +127,8 @@ def missing() -> list[str]:
 
     Imports none.
     """
-    found, reasons = versions(), []
+    found = versions()
+    reasons = []
     for package in MAIN_JOB:
         version = found[package]
         if version is None or importlib.util.find_spec(package) is None:
@@ -202,7 +203,8 @@ def set_precision() -> None:
     Raises:
         CannotRunHere: one of them cannot be imported.
     """
-    jax, torch = imported("jax"), imported("torch")
+    jax = imported("jax")
+    torch = imported("torch")
     for module in (jax, torch):
         if isinstance(module, str):
             raise CannotRunHere(f"{module}; `gradcheck-suite doctor` says what is missing")

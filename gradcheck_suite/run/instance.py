@@ -105,7 +105,8 @@ class AutocastRecorder:
     def __init__(
         self, loss: Callable[[torch.nn.Module, Batch], torch.Tensor], device: torch.device
     ) -> None:
-        self._loss, self._device = loss, device.type
+        self._loss = loss
+        self._device = device.type
         self.compute: Compute = None
         self.raised: list[str] = []
 
@@ -265,7 +266,8 @@ class _CalledError(BaseException):
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__()
-        self.given, self.keywords = args, keywords
+        self.given = args
+        self.keywords = keywords
 
 
 def _note(*args: Any, **keywords: Any) -> Any:
@@ -276,7 +278,8 @@ class _Given:
     """A model that returns a given output, once."""
 
     def __init__(self, output: Any) -> None:
-        self._output, self._called = output, False
+        self._output = output
+        self._called = False
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         if self._called:
@@ -330,7 +333,8 @@ class Pairs:
         others = [leaf for leaf in leaves(batch) if leaf is not x]
         if len(others) != 1 or len(others) == len(list(leaves(batch))):
             return x, batch
-        self._batch, self._target = batch, others[0]
+        self._batch = batch
+        self._target = others[0]
         return x, others[0]
 
     def criterion(self, output: Any, y: Any) -> torch.Tensor:
@@ -462,7 +466,8 @@ class Instance:
 
     def run(self, rank: int = 0) -> TrainingRun:
         """Return the argument of a loop, as one rank gets it."""
-        model, loader = self.model(), self.loader(rank)
+        model = self.model()
+        loader = self.loader(rank)
         loss = AutocastRecorder(self.problem.loss, self.device)
         pairs = Pairs(loss)
         return TrainingRun(
@@ -505,7 +510,8 @@ def recounted(instance: Instance, count: Callable[[list[int]], float]) -> Instan
         return torch.tensor(count(batch["x"].reshape(-1).tolist()), dtype=torch.float64)
 
     def loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        total, divisor = model(batch).sum(), count_batch(batch)
+        total = model(batch).sum()
+        divisor = count_batch(batch)
         # 0 / 0 would be NaN, and its gradient too
         return total / divisor if divisor else 0 * total
 
@@ -539,11 +545,13 @@ def generated_instance(case: Case) -> Instance:
         raise UsageError(
             f"case {case.digest} is about the user's problem {name!r}: pass --problem {name}"
         )
-    device, dtype = checked_device(case.device), torch_dtype(case.dtype)
+    device = checked_device(case.device)
+    dtype = torch_dtype(case.dtype)
     masked = np.zeros(case.plan.total_items, dtype=bool)
     for j in case.plan.masked:
         masked[case.plan.items(j).start : case.plan.items(j).stop] = True
-    kind, loss = checked_loss(spec), spec.loss
+    kind = checked_loss(spec)
+    loss = spec.loss
     if case.plan.masked and not kind.maskable(loss.o):
         raise UsageError(
             f"plan masks micro-batches {case.plan.masked}, but the loss {loss!r} cannot ignore"

@@ -261,7 +261,9 @@ class ObservedState:
     """
 
     def __init__(self, call: Any, inner: Any, observer: Any) -> None:
-        self.call, self.inner, self.observer = call, inner, observer
+        self.call = call
+        self.inner = inner
+        self.observer = observer
 
     def __getattr__(self, name: str) -> Any:
         """Return what a loop reads of its optimizer's own state, such as `state.hyperparams`."""
@@ -338,8 +340,12 @@ class JaxObserver:
             limit: number of calls after which the loop is stopped.
         """
         self._leaves, self._tree = jax.tree.flatten(params)
-        self._inner, self._limit, self._lock = inner, limit, Lock()
-        self._roots, self._calls, self._events = 0, list[_Call](), list[_Event]()
+        self._inner = inner
+        self._limit = limit
+        self._lock = Lock()
+        self._roots = 0
+        self._calls = list[_Call]()
+        self._events = list[_Event]()
         self.structure: str | None = None
         self.exceeded = self.is_multi_steps = False
 
@@ -393,12 +399,11 @@ class JaxObserver:
                 " jax.shard_map"
             )
         device, devices = _device()
-        gradient, known = (
-            self._as_params(updates, "a gradient"),
-            None if params is None else self._as_params(params),
-        )
+        gradient = self._as_params(updates, "a gradient")
+        known = None if params is None else self._as_params(params)
         if self._inner is None:
-            made, inner = jax.tree.map(jnp.zeros_like, updates), state.inner
+            made = jax.tree.map(jnp.zeros_like, updates)
+            inner = state.inner
         else:
             made, inner = self._inner.update(updates, state.inner, params)
         arguments = (gradient, known, self._as_params(made) if self._inner else [])
@@ -462,7 +467,8 @@ class JaxObserver:
         a step, so that all its calls count.
         """
         found = self._kept()
-        of_number, chain = {call.number: call for call in found}, list[_Call]()
+        of_number = {call.number: call for call in found}
+        chain = list[_Call]()
         last = found[-1] if found else None
         while last is not None:
             chain.insert(0, last)
@@ -480,7 +486,8 @@ class JaxObserver:
         ]
 
     def _kept(self) -> list[_Call]:
-        calls, events = self._calls, self._events
+        calls = self._calls
+        events = self._events
         kept = {call.parent for call in calls} | {
             event.number for event in events if event.way == "out"
         }
@@ -515,7 +522,8 @@ def _device() -> tuple[Any, int]:
     number.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    index, devices = jnp.int32(0), 1
+    index = jnp.int32(0)
+    devices = 1
     for axis in mesh.manual_axes:
         index = index * mesh.shape[axis] + jax.lax.axis_index(axis)
         devices *= mesh.shape[axis]
@@ -562,7 +570,8 @@ class Batches:
     """
 
     def __init__(self, instance: Instance, observer: JaxObserver) -> None:
-        self._instance, self._observer = instance, observer
+        self._instance = instance
+        self._observer = observer
 
     def __len__(self) -> int:
         return len(self._instance.case.plan.micro_batches)
@@ -590,7 +599,8 @@ def jax_optimizer(name: str | None) -> Any:
         raise CannotRunHere(NEEDS_OPTAX.format(optax))
     if name == "normalized":
         return optax.chain(_normalize(optax), optax.trace(decay=0.5), optax.scale(-0.02))
-    factory, made = getattr(optax, name, None), None
+    factory = getattr(optax, name, None)
+    made = None
     for arguments in ((LEARNING_RATE,), ()):
         if made is None and inspect.isfunction(factory):
             with suppress(
@@ -645,7 +655,8 @@ def run_jax_loop(loop: Loop, instance: Instance, *, time_limit_s: float | None) 
         CannotRunHere: optax is missing, or the loop cannot import what it needs.
         UsageError: the loop is no loop of JAX, or asks for what this cannot give.
     """
-    case, optax = instance.case, imported("optax")
+    case = instance.case
+    optax = imported("optax")
     if isinstance(optax, str):
         raise CannotRunHere(NEEDS_OPTAX.format(optax))
     if case.device != "cpu":
@@ -763,7 +774,9 @@ def _observations(
     what the next step finds where the two differ by a rounding error alone: a compiled function may
     round once where two roundings are written.
     """
-    found, expected, first = list[Observation](), start, names[0]
+    found = list[Observation]()
+    expected = start
+    first = names[0]
     places = {0: 0} | {call.number: place + 1 for place, call in enumerate(steps)}
     for call in steps:
         gradient, params, made = call.seen.get(device) or next(iter(call.seen.values()))

@@ -94,7 +94,9 @@ class Observer:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.observations: list[Observation] = []
         self.exceeded = False
-        self._model, self._limit, self._all = model, limit, dict(model.named_parameters())
+        self._model = model
+        self._limit = limit
+        self._all = dict(model.named_parameters())
         self._names = {id(p): name for name, p in self.parameters.items()}
         self.last = {name: p.detach().clone() for name, p in self._all.items()}
         self.start = self.last
@@ -128,7 +130,8 @@ class Observer:
             raise TooManySteps
         # where a step calls another one, as that of a subclass does, the inner one has the
         # arithmetic
-        self._evaluations, self._open = [], True
+        self._evaluations = []
+        self._open = True
         # Hooks that a loop registers later may still edit gradients: a closure is called after all
         # of them, and before the optimizer reads a gradient. The first argument is the optimizer
         # itself.
@@ -216,13 +219,16 @@ class Observer:
             # another hook has put a closure around this one, and edited gradients when this one had
             # returned
             self._evaluations.append(replace(self._evaluations[-1], gradients=self._gradients()))
-        after, self._state_after = self.values(), self._state(optimizer)
+        after = self.values()
+        self._state_after = self._state(optimizer)
         self.observations.append(
             Observation(
                 tuple(self._evaluations), after, **self._before, state_after=self._state_after
             )
         )
-        self._evaluations, self._before, self._open = [], {}, False
+        self._evaluations = []
+        self._before = {}
+        self._open = False
 
     def close(self) -> None:
         """Stop observing."""
@@ -306,7 +312,8 @@ def structure_changes(before: Structure, after: Structure) -> str | None:
     changes += [f"added {name}" for name in after.keys() - before.keys()]
     cause = ""
     for name in before.keys() & after.keys():
-        (old, was), (new, now) = before[name], after[name]
+        old, was = before[name]
+        new, now = after[name]
         if old is not new:
             changes.append(f"replaced {name} by another parameter")
             # a module takes no plain tensor for a parameter, but torch itself leaves some there
@@ -472,7 +479,8 @@ class RankObserver(Observer):
         """
         for name, p in self._model.named_parameters():
             if is_sharded(p) and self._all.get(name, p) is not p:
-                self._old[name], self._all[name] = self._all[name], p
+                self._old[name] = self._all[name]
+                self._all[name] = p
                 if name in self.parameters:
                     self.parameters[name] = p
                     self._names[id(p)] = name

@@ -345,8 +345,10 @@ def fault_of_step(
     """
     if observation.is_computed:
         return None
-    before, after = observation.evaluations[0].parameters, observation.after
-    expected, who = before, "the optimizer of this case"
+    before = observation.evaluations[0].parameters
+    after = observation.after
+    expected = before
+    who = "the optimizer of this case"
     if make_optimizer is not None:
         expected = {**before, **stepped(make_optimizer, observation, previous.state_after)}
         who = "the same optimizer, computed again,"

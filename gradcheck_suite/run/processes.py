@@ -81,7 +81,8 @@ class Child:
         ours, theirs = socket.socketpair()
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", limit_s, 0))
-        how, handle = "orphan" if orphan else "child", str(theirs.fileno())
+        how = "orphan" if orphan else "child"
+        handle = str(theirs.fileno())
         with theirs:
             self.process = subprocess.Popen(
                 [
@@ -145,7 +146,8 @@ class Template:
         self.folder = Path(tempfile.mkdtemp(prefix="gradcheck-suite-"))
         with (self.folder / "errors").open("w") as errors:
             self._child = Child(__name__, str(self.folder), *modules, stderr=errors)
-        self.process, self._has_forked = self._child.process, False
+        self.process = self._child.process
+        self._has_forked = False
 
     def fork(
         self, module: str, arguments: Sequence[Sequence[Any]]

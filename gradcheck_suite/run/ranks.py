@@ -52,7 +52,8 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-            plain, is_bfloat16 = value.detach().cpu(), value.dtype is torch.bfloat16
+            plain = value.detach().cpu()
+            is_bfloat16 = value.dtype is torch.bfloat16
             array = (plain.view(torch.int16) if is_bfloat16 else plain).numpy()
             return _tensor, (array, is_bfloat16, value.device.type)
         return NotImplemented
@@ -145,7 +146,9 @@ class Patience:
             folder: with the files that ranks write their stacks to.
             time_limit_s: the limit, None for none.
         """
-        self._pids, self._folder, self.deadlock = pids, folder, False
+        self._pids = pids
+        self._folder = folder
+        self.deadlock = False
         self._began = self._still_since = time.monotonic()
         self._last = self._processor()
         self._allowance = None if time_limit_s is None else Allowance(time_limit_s, self._last)
@@ -154,9 +157,11 @@ class Patience:
         """Return whether no answer is to be expected any more from the ranks that have not answered
         yet.
         """
-        now, used = time.monotonic(), self._processor()
+        now = time.monotonic()
+        used = self._processor()
         if sum(used) - sum(self._last) > IDLE * PAUSE_S:
-            self._still_since, self._last = now, used
+            self._still_since = now
+            self._last = used
         if now - self._still_since > STILL_S:
             firsts = [_FRAME.search(self.stack(rank)) for rank in open_ranks]
             self.deadlock = all(
@@ -232,7 +237,8 @@ class Pool:
 
     def __init__(self, world_size: int, backend: str) -> None:
         """Start the process that forks them; the ranks start with the first request."""
-        self.world_size, self.backend = world_size, backend
+        self.world_size = world_size
+        self.backend = backend
         self._template = take_template()
         self._ranks: list[Connection] = []
         self._pids: list[int] = []
@@ -348,7 +354,8 @@ class Pool:
         """End the ranks, which start again with the next request; return their exit statuses."""
         for connection in self._ranks:
             connection.close()
-        self._ranks, self._pids = [], []
+        self._ranks = []
+        self._pids = []
         self._sent.clear()
         self._waiting.clear()
         return self._template.end()
@@ -695,10 +702,8 @@ def _answer(request: Request, rank: int) -> Reply:
     """Run a loop, and return what it did on this rank."""
     sys.path[:] = request.path
     try:
-        loop, problem = (
-            request.loop.load(),
-            None if request.problem is None else request.problem.load(),
-        )
+        loop = request.loop.load()
+        problem = None if request.problem is None else request.problem.load()
         instance = as_changed(
             instance_of(request.case, problem), request.scale, request.item_counts
         )
@@ -725,17 +730,16 @@ def _answer(request: Request, rank: int) -> Reply:
 
 
 OF_ACTIVATIONS = "all-reduce of activations"
-ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "broadcast",
-)
+ALL_REDUCE = "all-reduce"
+ALL_GATHER = "all-gather"
+REDUCE_SCATTER = "reduce-scatter"
+BROADCAST = "broadcast"
 Kinds = dict[str, tuple[float, float]]
 """Name of a collective -> how often a window takes it, and the bytes that a rank gives to all of these."""
 STEPS = (1, 4)
 """The numbers of accumulation steps that are compared."""
-FEW, MANY = 4, 6
+FEW = 4
+MANY = 6
 """Numbers of windows: their difference leaves out what a run communicates once, which takes up to three windows."""
 NAMES = {
     "allreduce_": ALL_REDUCE,
@@ -834,7 +838,8 @@ def traffic_text(found: tuple[Traffic, ...]) -> str:
     """Return a sentence about the communication of each window, and whether it grows with the
     accumulation steps.
     """
-    first, last = found[0], found[-1]
+    first = found[0]
+    last = found[-1]
     sentence = f"each window takes {first.text} on every rank"
     grown = {
         kind

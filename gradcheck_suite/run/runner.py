@@ -134,7 +134,8 @@ def discarded_output() -> Iterator[None]:
     """Discard what is written to the process's standard output and error, also by loggers and by
     code in C.
     """
-    out, err = sys.stdout, sys.stderr
+    out = sys.stdout
+    err = sys.stderr
     for stream in filter(None, (out, err)):
         stream.flush()
     kept = {number: os.dup(number) for number in (1, 2)}
@@ -148,7 +149,8 @@ def discarded_output() -> Iterator[None]:
         finally:
             for stream in filter(None, (out, err, nowhere)):
                 stream.flush()
-            sys.stdout, sys.stderr = out, err
+            sys.stdout = out
+            sys.stderr = err
             for number, copy in kept.items():
                 os.dup2(copy, number)
                 os.close(copy)
@@ -249,7 +251,10 @@ def run_to_end(
     Raises:
         CannotRunHere: the loop cannot import what it needs, so it would fail on every case.
     """
-    raised, trace, refused, limit = None, "", None, Limit()
+    raised = None
+    trace = ""
+    refused = None
+    limit = Limit()
     try:
         # the limit is the innermost context, so that it never interrupts the exit of another
         with discarded_output() if is_quiet() else nullcontext(), time_limit(time_limit_s) as limit:

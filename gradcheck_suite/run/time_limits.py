@@ -50,7 +50,9 @@ class Allowance:
 
     def __init__(self, limit_s: float, computed: Sequence[float]) -> None:
         """Begin, with the processor seconds of each process so far."""
-        self._limit, self._began, self._at_start = limit_s, 0.0, computed
+        self._limit = limit_s
+        self._began = 0.0
+        self._at_start = computed
 
     def is_over(
         self, passed: float, computed: Sequence[float], has_loaded: Callable[[], bool]
@@ -71,7 +73,8 @@ class Allowance:
             return False
         if not has_loaded() or passed >= STARTUP_S:
             return True
-        self._began, self._at_start = passed, computed
+        self._began = passed
+        self._at_start = computed
         return False
 
 
@@ -117,7 +120,8 @@ def time_limit(seconds: float | None) -> Iterator[Limit]:
             return loading or before[1] or modules > before[0]  # compiled code is imported too
 
         now = time.monotonic(), time.process_time()
-        clock, computed = now[0] - last[0], now[1] - last[1]
+        clock = now[0] - last[0]
+        computed = now[1] - last[1]
         # the time in which the process was stopped, as by Ctrl-Z, does not count
         passed += pause if clock > 2 * pause and computed < IDLE * clock else clock
         last = now
@@ -138,7 +142,9 @@ def time_limit(seconds: float | None) -> Iterator[Limit]:
         if not isinstance(unraisable.exc_value, TimedOut):
             report(unraisable)
 
-    tracer, report, sys.unraisablehook = sys.gettrace(), sys.unraisablehook, report_others
+    tracer = sys.gettrace()
+    report = sys.unraisablehook
+    sys.unraisablehook = report_others
     handler = signal.signal(signal.SIGALRM, stop)
     try:
         signal.setitimer(signal.ITIMER_REAL, pause, pause)

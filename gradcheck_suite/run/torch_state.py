@@ -186,7 +186,9 @@ def changes_undone() -> Iterator[list[str]]:
         A list that has the changes afterwards, in words.
     """
     _look()
-    hooks, kernels, found = [{*hooks} for _, hooks in _HOOKS], _kernels(), list[str]()
+    hooks = [{*hooks} for _, hooks in _HOOKS]
+    kernels = _kernels()
+    found = list[str]()
     try:
         yield found
     finally:

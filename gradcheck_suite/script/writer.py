@@ -145,7 +145,8 @@ def _module(name: str) -> tuple[str, ast.Module, dict[str, Any]]:
     it comes from.
     """
     source = inspect.getsource(importlib.import_module(name))
-    tree, found = ast.parse(source), dict[str, Any]()
+    tree = ast.parse(source)
+    found = dict[str, Any]()
     guarded = [
         n
         for node in tree.body
@@ -364,7 +365,8 @@ class Sources:
         self.add(function.__module__, maker)
         if not inner:
             return str(maker)
-        closed_over, arguments = inspect.getclosurevars(function).nonlocals, []
+        closed_over = inspect.getclosurevars(function).nonlocals
+        arguments = []
         for name in inspect.signature(sys.modules[function.__module__].__dict__[maker]).parameters:
             value = closed_over[name]
             arguments.append(f"{name}={self.expression(value) if callable(value) else repr(value)}")
@@ -433,7 +435,8 @@ def _forward(
     """
     for i, layer in enumerate(layers, start):
         path = ".".join(map(str, (*place, i)))
-        kind, suffix = tables.layer_definition(layer), path.replace(".", "_")
+        kind = tables.layer_definition(layer)
+        suffix = path.replace(".", "_")
         if kind.parallel:
             yield f"input_{suffix}, outputs_{suffix} = x, []"
             for b, branch in enumerate(layer.layers):
@@ -486,7 +489,8 @@ def _arguments(kind: type, module: Any, sources: Sources) -> Iterator[str]:
         }
         del parameters["mode"]
     for name, parameter in parameters.items():
-        default, kept = parameter.default, hasattr(module, name)
+        default = parameter.default
+        kept = hasattr(module, name)
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or not kept:
             assert kept or default is not parameter.empty or name in ("args", "kwargs"), (
                 f"{kind} does not keep {name}"
@@ -511,26 +515,27 @@ def _arguments(kind: type, module: Any, sources: Sources) -> Iterator[str]:
 
 def _generated(instance: Instance, sources: Sources) -> dict[str, Any]:
     """Return what stands for a generated problem in the template, in ordinary torch."""
-    spec, model = instance.case.spec, instance.model()
+    spec = instance.case.spec
+    model = instance.model()
     assert spec is not None
-    definition, whole = tables.loss_definition(spec.loss), tables.needs_batch(spec)
+    definition = tables.loss_definition(spec.loss)
+    whole = tables.needs_batch(spec)
     calls = list(_calls(spec.layers, model, sources))
     inside = (
         calls[0].rstrip(",")
         if len(calls) == 1
         else "\n" + textwrap.indent("\n".join(calls), " " * 8) + "\n    "
     )
-    kind, classes = "torch.nn.Sequential", sources.take()
+    kind = "torch.nn.Sequential"
+    classes = sources.take()
     if whole or any(tables.layer_definition(layer).wraps for layer in spec.layers):
         forward = ['x = batch["x"]'] * whole + [
             *_forward(spec.layers, tables.input_signal(spec.input), ()),
             "return x",
         ]
-        argument, lines, kind = (
-            "batch" if whole else "x",
-            textwrap.indent("\n".join(forward), " " * 8),
-            "Model",
-        )
+        argument = "batch" if whole else "x"
+        lines = textwrap.indent("\n".join(forward), " " * 8)
+        kind = "Model"
         classes += (
             f"class Model(torch.nn.Sequential):\n    def forward(self, {argument}):\n{lines}\n\n\n"
         )
@@ -647,7 +652,8 @@ def _numbers(violation: Violation, *, with_expected: bool) -> dict[str, str]:
     """Return the tables of expected, observed and allowed gradients, as far as the script needs
     them.
     """
-    evidence, names = violation.evidence, [violation.parameter or ""]
+    evidence = violation.evidence
+    names = [violation.parameter or ""]
     if evidence is None:
         assert violation.kind not in AT_A_STEP, (
             f"a violation of kind {violation.kind} comes with the gradients"
@@ -674,7 +680,8 @@ def _numbers(violation: Violation, *, with_expected: bool) -> dict[str, str]:
 
 def _flags(violation: Violation, reduction: str, time_limit_s: float | None) -> set[str]:
     """Return which parts of the template a violation's script has."""
-    kind, case = violation.kind, violation.case
+    kind = violation.kind
+    case = violation.case
     flags = {
         case.device,
         "generated" if case.spec else "problem",
@@ -731,7 +738,8 @@ def _filled(flags: set[str], values: Mapping[str, Any]) -> str:
     """Return the template's lines that stand under one of these flags or none, with the values in
     place.
     """
-    kept, wanted = [], True
+    kept = []
+    wanted = True
     for line in TEMPLATE.splitlines():
         if line.startswith("%%"):
             wanted = line == "%%" or not flags.isdisjoint(line.split())
@@ -792,7 +800,9 @@ def _script(
     *,
     copied: bool,
 ) -> str:
-    case, sources, needs = violation.case, Sources(), ["Python and torch alone"]
+    case = violation.case
+    sources = Sources()
+    needs = ["Python and torch alone"]
     instance = instance_of(case, problem)
     flags = _flags(violation, instance.problem.reduction, time_limit_s)
     values: dict[str, Any] = (
@@ -822,10 +832,8 @@ def _script(
         )
         make = f"lambda parameters: {_optimizer(case, 'parameters', sources)}"
         values["make_optimizer"] = make if case.optimizer else None
-        values["edited"], values["schedules"] = (
-            EDITS_PARAMETERS in assumed,
-            SCHEDULES_MICRO_BATCHES in assumed,
-        )
+        values["edited"] = EDITS_PARAMETERS in assumed
+        values["schedules"] = SCHEDULES_MICRO_BATCHES in assumed
         # the settings of an optimizer whose step changes nothing decide nothing
         values["settings"] = case.optimizer is not None and EDITS_SETTINGS not in assumed
     sources.copy(*(what for flag in sorted(flags) for what in COPIED.get(flag, ())))
@@ -848,15 +856,16 @@ def _script(
 
 def _places(violation: Violation, instance: Instance) -> dict[str, Any]:
     """Return what the template says of a violation's case, and of the window and step that show it."""
-    case, plan = violation.case, violation.case.plan
-    window, epoch = violation.window or 0, violation.epoch or 0
-    members, items, step = (
-        plan.windows[window],
-        plan.window_items(window),
-        epoch * len(plan.windows) + window,
-    )
+    case = violation.case
+    plan = violation.case.plan
+    window = violation.window or 0
+    epoch = violation.epoch or 0
+    members = plan.windows[window]
+    items = plan.window_items(window)
+    step = epoch * len(plan.windows) + window
     if violation.kind == "not-accumulable" and violation.window is None:
-        members, items = range(len(plan.micro_batches)), range(plan.total_items)  # type: ignore[assignment]
+        members = range(len(plan.micro_batches))  # type: ignore[assignment]
+        items = range(plan.total_items)
     return {
         "window": window,
         "members": list(members),
@@ -993,7 +1002,8 @@ def _jax_script(
         raise NoScriptError(
             f"the script would have {gradients.size} numbers, and {MOST_NUMBERS} are the most"
         )
-    evidence, windows = violation.evidence, len(case.plan.windows)
+    evidence = violation.evidence
+    windows = len(case.plan.windows)
     step = None if violation.window is None else (violation.epoch or 0) * windows + violation.window
     parameters = sorted(
         (n, p.detach().double().numpy()) for n, p in model.named_parameters() if n in names

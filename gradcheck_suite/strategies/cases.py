@@ -422,7 +422,8 @@ def expect_layers_left(assumes: Iterable[str]) -> None:
     """Raise `UsageError` where a loop excludes a layer kind that does not exist, or every layer
     with parameters.
     """
-    excluded, drawn = excluded_layers(assumes), LAYERS.keys() - {"readout"}
+    excluded = excluded_layers(assumes)
+    drawn = LAYERS.keys() - {"readout"}
     if unknown := sorted(excluded - drawn):
         raise UsageError(
             f"{NO_LAYER}KIND: KIND must be one of {', '.join(sorted(drawn))}; got {unknown[0]!r}"
@@ -566,10 +567,13 @@ def _chain(
     frame = frame_of(focus, signal, limits, number)
     if focus.layer is not None and not LAYERS[focus.layer].trainable:
         # it cannot be the last layer
-        frame, focus = Frame((picked_layer(focus, signal, limits, number),)), NO_FOCUS
+        frame = Frame((picked_layer(focus, signal, limits, number),))
+        focus = NO_FOCUS
     room = most - len(frame.first) - len(frame.last)
     if room < 1:
-        frame, room, focus = Frame(), most, replace(focus, graph=None)
+        frame = Frame()
+        room = most
+        focus = replace(focus, graph=None)
     layers = list(frame.first)
     signal = chain_signal(layers, signal)
     count = min(count, room)
@@ -598,7 +602,8 @@ def _problems(
     check_range(min_layers, max_layers, "layers")
     chosen = valid_assumptions(assumes)
     limits = Limits(sparse=sparse and DENSE_GRADIENTS not in chosen, excluded=_excluded(chosen))
-    focus, number = draw(FOCUS), draw(integers(0, 255))
+    focus = draw(FOCUS)
+    number = draw(integers(0, 255))
     if (focus.sparse and not limits.sparse) or focus.layer in limits.excluded:
         focus = NO_FOCUS
     name, options = _drawn(

@@ -225,7 +225,8 @@ def _distinct(
         number: the number of the case.
     """
     for attempt in range(ATTEMPTS):
-        stream, key = _stream(seed_value, number, attempt), (seed_value, number, attempt)
+        stream = _stream(seed_value, number, attempt)
+        key = (seed_value, number, attempt)
         case = kept[key] if key in kept else read(stream)
         if len(kept) < MOST_KEPT:
             kept[key] = case

@@ -90,7 +90,8 @@ def _sizes_and_steps(bounds: _Bounds) -> tuple[st.SearchStrategy[int], st.Search
     """
     check_range(1, bounds.max_epochs, "epochs")
     check_range(bounds.min_windows, bounds.max_windows, "windows")
-    low, high = bounds.min_accumulation_steps, bounds.max_accumulation_steps
+    low = bounds.min_accumulation_steps
+    high = bounds.max_accumulation_steps
     check_range(low, high, "accumulation_steps")
     check_range(1, bounds.max_items, "items")
     check_range(1, bounds.ranks, "ranks")
@@ -130,7 +131,8 @@ def _plans(
     k = draw(steps)
     most = max(bounds.min_windows, min(bounds.max_windows, MAX_MICRO_BATCHES // (k * world)))
     shares = _shares(draw, draw(counts(bounds.min_windows, most)), k, world, chosen)
-    count, ranks = sum(shares), shares if world > 1 else ()
+    count = sum(shares)
+    ranks = shares if world > 1 else ()
     if EQUAL_BATCHES in chosen:
         return Plan((draw(sizes),) * count, k, epochs, ranks=ranks)
     if EQUAL_MICRO_BATCHES in chosen:

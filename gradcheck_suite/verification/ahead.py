@@ -100,7 +100,8 @@ def main(connection: Connection) -> None:
         connection: the connection to the parent.
     """
     end_with_parent(connection)
-    waiting, number = deque[tuple[int, Run | CheckPrograms]](), 0
+    waiting = deque[tuple[int, Run | CheckPrograms]]()
+    number = 0
     try:
         environment.prepare()
         with one_thread(), suppress(EOFError, OSError):
@@ -171,7 +172,8 @@ def caller_checks_programs() -> Iterator[None]:
     beside the next loop and after the last one.
     """
     global _left_to_caller
-    before, _left_to_caller = _left_to_caller, True
+    before = _left_to_caller
+    _left_to_caller = True
     try:
         yield
     finally:
@@ -212,15 +214,14 @@ class Ahead:
             runs: whether it may run on a case whose turn has not come, if there is a second
                 process.
         """
-        self._loop, self._problem, self._terms, self._time_limit_s = (
-            loop,
-            problem,
-            terms,
-            time_limit_s,
-        )
+        self._loop = loop
+        self._problem = problem
+        self._terms = terms
+        self._time_limit_s = time_limit_s
         self._waiting: deque[Case] = deque()
         self._sent: deque[tuple[Judge, int, Case, Outcome]] = deque()
-        self._runs, self._slow = runs, False
+        self._runs = runs
+        self._slow = False
 
     def prepare(self, case: Case) -> None:
         """Begin with what a check of a case needs."""

@@ -174,7 +174,8 @@ def _of_rank(
     right.
     """
     # without ranks, the outcomes are those of the devices of a loop of JAX
-    sentence, place = violation.explanation, "rank" if case.plan.ranks else "device"
+    sentence = violation.explanation
+    place = "rank" if case.plan.ranks else "device"
     sentence = over_ranks(sentence, violation.diagnosis)
     if outcomes[rank].timed_out:
         sentence += UNEVEN if case.plan.has_idle_rank else ""

@@ -36,7 +36,8 @@ class Judge:
         devnull = subprocess.DEVNULL
         self._child = Child(SERVE, orphan=True, stdout=devnull, stderr=devnull, limit_s=LIMIT_S)
         self._connection = self._child.connection
-        self._socket, self._owner = os.fstat(self._connection.fileno()).st_ino, os.getpid()
+        self._socket = os.fstat(self._connection.fileno()).st_ino
+        self._owner = os.getpid()
         self.pid = self._number = 0
         self._gone = False
 

@@ -317,8 +317,11 @@ class Trajectory:
                 does to those that it finds, and the optimizer's state, are judged all the same.
             jax: whether it is one of JAX.
         """
-        self._case, self._outcome, self.jax = case, outcome, jax
-        self._edited, self._settings = EDITS_PARAMETERS in assumes, EDITS_SETTINGS not in assumes
+        self._case = case
+        self._outcome = outcome
+        self.jax = jax
+        self._edited = EDITS_PARAMETERS in assumes
+        self._settings = EDITS_SETTINGS not in assumes
         # that of a loop of JAX may have no counterpart in torch, and nothing is computed again
         self._make = None if case.optimizer is None else OPTIMIZERS.get(case.optimizer)
         self._previous = outcome.beginning
@@ -457,7 +460,9 @@ class RunJudge:
 
     def verdict(self) -> Verdict:
         """Return the verdict on the run."""
-        reference, outcome, case = self.reference, self.outcome, self.case
+        reference = self.reference
+        outcome = self.outcome
+        case = self.case
         if ended_in_divergence(case, outcome):
             taken = [*range(len(outcome.observations))]
             return self._steps(taken, missing=DIVERGED)
@@ -523,8 +528,11 @@ class RunJudge:
             places: for each step of the loop its index in the plan.
             missing: why the loop did not take the other steps of the plan.
         """
-        case, trajectory = self.case, self.trajectory
-        ratio, judged, skipped = 0.0, 0, Counter({missing: case.plan.steps - len(places)})
+        case = self.case
+        trajectory = self.trajectory
+        ratio = 0.0
+        judged = 0
+        skipped = Counter({missing: case.plan.steps - len(places)})
         zeros: str | None = None
         for step, observation in enumerate(self.outcome.observations):
             if violation := trajectory.before(step):
@@ -543,7 +551,8 @@ class RunJudge:
                 if isinstance(found, str):
                     skipped[found] += 1
                 else:
-                    judged, ratio = judged + 1, max(ratio, found)
+                    judged = judged + 1
+                    ratio = max(ratio, found)
             if violation := trajectory.at(step):
                 return Verdict(case, violation, ratio=ratio)
             if self.runner and zeros is None and (moved := zeros_that_move(case, observation)):
@@ -566,7 +575,10 @@ class RunJudge:
         """Return error over allowed of what a step used, or why that cannot be judged, or what is
         wrong.
         """
-        reference, outcome, runner, case = self.reference, self.outcome, self.runner, self.case
+        reference = self.reference
+        outcome = self.outcome
+        runner = self.runner
+        case = self.case
         moved = not is_start(evaluation, outcome)
         if moved and is_diverged(evaluation):
             return DIVERGED
@@ -635,7 +647,9 @@ class RunJudge:
             epoch: the epoch of the step.
             known: the diagnosis where it is known already.
         """
-        case, layout, runner = self.case, comparison.layout, self.runner
+        case = self.case
+        layout = comparison.layout
+        runner = self.runner
         parameter, _ = layout.place(comparison.worst.index)
         seen = evaluation.gradients[parameter]
         kind: ViolationKind = "gradient"
@@ -706,7 +720,8 @@ class RunJudge:
         return Violation("parameters", named.name, self._explanation(named), self.case)
 
     def _explanation(self, named: Diagnosis) -> str:
-        explanation, swallowed = named.explanation(jax=self.trajectory.jax), self.outcome.swallowed
+        explanation = named.explanation(jax=self.trajectory.jax)
+        swallowed = self.outcome.swallowed
         if not swallowed or not named.name:
             return explanation
         times = "once" if len(swallowed) == 1 else f"{len(swallowed)} times"
@@ -716,7 +731,8 @@ class RunJudge:
         """Return the violation of a loop on a weight probe, and the largest error over bound where
         there is none.
         """
-        case, outcome = self.case, self.outcome
+        case = self.case
+        outcome = self.outcome
         expected = expected_gradients(case)
         places = steps_of_plan(
             case.plan, outcome, lambda window, _: not np.isfinite(expected[window]).all()
@@ -729,10 +745,8 @@ class RunJudge:
             steps[step] = gradient
         ratio = 0.0
         for taken, step in enumerate(places):
-            seen, missing = (
-                gradients[taken],
-                outcome.observations[taken].gradients[PARAMETER] is None,
-            )
+            seen = gradients[taken]
+            missing = outcome.observations[taken].gradients[PARAMETER] is None
             comparison = _compare(
                 case, self.autocast, expected[step % len(expected)], seen, missing=missing
             )

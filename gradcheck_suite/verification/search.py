@@ -79,7 +79,8 @@ class Stopwatch:
     """Measures time from when it is made, such that a busy machine searches as far as an idle one."""
 
     def __init__(self) -> None:
-        self._thread, self._clock = time.thread_time(), time.perf_counter()
+        self._thread = time.thread_time()
+        self._clock = time.perf_counter()
 
     def passed(self) -> float:
         """Return the seconds that this thread computed since then, or a quarter of the clock's if
@@ -104,7 +105,8 @@ def _mixed(micro_batches: int) -> tuple[int, ...]:
 FIRST = (Plan((1, 3, 2, 2, 4), 2, 2), Plan((1, 2, 5, 2, 2, 2, 4), 3, 2))
 """The plans that show most faults. In windows of three micro-batches, what two show alike is different: the last one
 alone, all but the first, the last one of several equal sizes."""
-SMALL_COUNTS, UNIT = Plan((1, 1, 3, 5, 1), 2), 0.25
+SMALL_COUNTS = Plan((1, 1, 3, 5, 1), 2)
+UNIT = 0.25
 """A plan whose items count so little that windows count less than 1, as sums of class weights may, and more."""
 WHOLE = Plan((2, 6), 2)
 """The plan that a loop of JAX is checked on before: a loop that ends no short window may average means as well, and
@@ -140,7 +142,8 @@ WITHIN = (0, -2, -1, -3)
 """Exponents that are added within a window's two micro-batches of two items: elements and micro-batches differ in size,
 so that clipping by value, by norm and by micro-batch differ."""
 ORDINARY = (1.0,) * 4
-WITH_INFINITY, WITH_NAN = (math.inf, 1.0, 1.0, 1.0), (1.0, 1.0, math.nan, 1.0)
+WITH_INFINITY = (math.inf, 1.0, 1.0, 1.0)
+WITH_NAN = (1.0, 1.0, math.nan, 1.0)
 
 
 def within(plan: Plan, assumes: frozenset[str]) -> Plan:
@@ -286,7 +289,8 @@ def smallest_probe(
         assumes: assumptions of the loop, which smaller plans satisfy too.
         seconds: the time after which shrinking ends, at most `PROBE_SECONDS`.
     """
-    began, right = Stopwatch(), dict[str, str]()
+    began = Stopwatch()
+    right = dict[str, str]()
     if violation.kind == "raised" or is_endless(violation):
         return violation, []
     before = None
@@ -307,7 +311,8 @@ def smallest_probe(
 
 
 def _smaller(violation: Violation, assumes: frozenset[str]) -> Smaller:
-    case, sloped = violation.case, has_slopes(violation.case)
+    case = violation.case
+    sloped = has_slopes(violation.case)
     if sloped:
         yield "", _of_plan(case, case.plan)
         yield from _of_fewer_slopes(violation)
@@ -332,7 +337,8 @@ def _numbers(plan: Plan) -> Iterator[tuple[str, int, Callable[[int], Plan]]]:
     """Yield each number of a plan that can be smaller, in words, its value, and the plan with
     another.
     """
-    count, k = len(plan.micro_batches), plan.accumulation_steps
+    count = len(plan.micro_batches)
+    k = plan.accumulation_steps
     yield "epochs", plan.epochs, lambda n: replace(plan, epochs=n)
     yield "micro-batches in an epoch", count, lambda n: plan.select(range(n))
     # a plan of one window keeps one
@@ -350,11 +356,11 @@ def _of_fewer_slopes(violation: Violation) -> Smaller:
     """Yield one window or two, then one item of each, then slopes nearer to 1, all by the same
     power of two.
     """
-    case, plan, slopes = violation.case, violation.case.plan, tuple(slopes_of(violation.case))
-    number, last = (
-        len(plan.windows),
-        len(plan.windows) - 1 if violation.window is None else violation.window,
-    )
+    case = violation.case
+    plan = violation.case.plan
+    slopes = tuple(slopes_of(violation.case))
+    number = len(plan.windows)
+    last = len(plan.windows) - 1 if violation.window is None else violation.window
     single = range(last + 1) if violation.window is None else [last]
     chosen = [*((w,) for w in single), *((w, last) for w in reversed(range(last)))]
     for windows in chosen:
@@ -389,7 +395,8 @@ def _of_plan(case: Case, plan: Plan, slopes: tuple[float, ...] = ()) -> Case:
     """Return the case of another plan, otherwise like a case."""
     assert case.spec is not None
     text = slopes_text(slopes) if {*slopes} - {1.0} else ""
-    reduction, unit = case.spec.loss.reduction, unit_of(case)
+    reduction = case.spec.loss.reduction
+    unit = unit_of(case)
     if is_probe(case):
         return probe_case(
             plan, reduction, device=case.device, dtype=case.dtype, slopes=text, unit=unit
@@ -478,11 +485,15 @@ def more_specific(first: Violation, smallest: Violation) -> Violation:
 # The search.
 
 
-SHRINK_SECONDS, COMPILING_SECONDS, WAITING_SECONDS = 30.0, 5.0, 0.5
+SHRINK_SECONDS = 30.0
+COMPILING_SECONDS = 5.0
+WAITING_SECONDS = 0.5
 """Seconds of computing, or a quarter of the clock's: a busy machine shrinks as far."""
 WAITS = ("deadlock", "timed-out")
 """Faults of which each smaller case takes seconds of the clock and tells no more: small cases alone are drawn then."""
-MOST_HUNTED, MOST_BESIDE, MOST_SMALL = 50, 20, 60
+MOST_HUNTED = 50
+MOST_BESIDE = 20
+MOST_SMALL = 60
 """Cases that are drawn to show the fault of a first probe, that of another probe, and that of a large case on a small
 one."""
 SHARE_OF_LIMIT = 0.25
@@ -536,13 +547,15 @@ class Search:
         autocast: str | None,
         assumes: frozenset[str],
     ) -> None:
-        self._loop, self._problem, self._options, self._progress = loop, problem, options, progress
-        self._autocast, self._assumes, self._finite_only = (
-            autocast,
-            assumes,
-            FINITE_GRADIENTS in assumes,
-        )
-        self._compiles, terms = is_jax(loop), terms_of(loop, assumes, autocast)
+        self._loop = loop
+        self._problem = problem
+        self._options = options
+        self._progress = progress
+        self._autocast = autocast
+        self._assumes = assumes
+        self._finite_only = FINITE_GRADIENTS in assumes
+        self._compiles = is_jax(loop)
+        terms = terms_of(loop, assumes, autocast)
         self._seconds = COMPILING_SECONDS if self._compiles else SHRINK_SECONDS
         self.ahead = Ahead(
             loop,
@@ -551,7 +564,10 @@ class Search:
             options.time_limit_s,
             runs=not (self._finite_only or self._compiles),
         )
-        self.cases, self.judged, self.windows, self.ratio = 0, 0, 0, 0.0
+        self.cases = 0
+        self.judged = 0
+        self.windows = 0
+        self.ratio = 0.0
         self._outside = self.runs = 0
         self.findings: dict[str, None] = {}
         self.skipped: Counter[str] = Counter()
@@ -579,7 +595,8 @@ class Search:
             fixed: a case that is checked first, or None.
             probes: whether weight probes are checked.
         """
-        seen, final = self.check(fixed).violation if fixed else None, False
+        seen = self.check(fixed).violation if fixed else None
+        final = False
         if probes and seen is None:
             seen, final = self.on_probes()
         self.violation = seen
@@ -651,7 +668,8 @@ class Search:
                 named or counted.
         """
         found: list[Violation] = []
-        began, seconds = Stopwatch(), self._seconds
+        began = Stopwatch()
+        seconds = self._seconds
         kinds: set[str] = {seen.kind} if seen else set()
         kinds |= OF_GRADIENT if kinds & OF_GRADIENT and not already_found else set()
 
@@ -748,11 +766,11 @@ class Search:
 
     def _ladder(self, probe: Case) -> Iterator[Case]:
         assert probe.spec is not None
-        layers, loss = (
-            (Layer("linear", bias=False, features=1),),
-            Loss("mse", reduction=probe.spec.loss.reduction),
-        )
-        options, assumes, plans = self._options, self._assumes, dict[Plan, None]()
+        layers = (Layer("linear", bias=False, features=1),)
+        loss = Loss("mse", reduction=probe.spec.loss.reduction)
+        options = self._options
+        assumes = self._assumes
+        plans = dict[Plan, None]()
         spec = ProblemSpec(Input("vector", size=min(options.ranks, 2)), layers, loss)
         for plan in LADDER:
             with suppress(UsageError):  # the assumptions leave no micro-batch
@@ -775,10 +793,13 @@ class Search:
         its problem alone. Beside a user's problem the probes therefore count only if the loop
         passes the first of them.
         """
-        options, assumes, users = self._options, self._assumes, self._problem
+        options = self._options
+        assumes = self._assumes
+        users = self._problem
         if users is not None:
             assumes |= {SUM_REDUCTION if users.reduction == "sum" else MEAN_REDUCTION}
-        asked, seconds = (assumes, options.dtype, options.device, options.ranks), 0.0
+        asked = (assumes, options.dtype, options.device, options.ranks)
+        seconds = 0.0
 
         def timed(case: Case) -> Verdict:
             nonlocal seconds
@@ -817,7 +838,8 @@ class Search:
             *model_cases(*asked, optimizer=options.optimizer),
         )
         for case in rest:
-            number, limit = _micro_batches(case.plan), options.time_limit_s
+            number = _micro_batches(case.plan)
+            limit = options.time_limit_s
             if limit is not None and seconds * number > SHARE_OF_LIMIT * limit:
                 self.skipped[
                     f"the weight probe of {number} micro-batches was left out: it would take this"
@@ -836,7 +858,8 @@ class Search:
         """Whether a loop raises on a weight probe alone, for want of the optimizer that was asked
         for; notes it.
         """
-        name, case = self._options.optimizer, found.case
+        name = self._options.optimizer
+        case = found.case
         if name is None or found.diagnosis != "raised" or case.optimizer is not None:
             return False
         # a vector is nothing that these train: drawn cases tell whether the loop raises

@@ -114,7 +114,8 @@ class _Asked:
 def _asked(cases: Iterable[Case], problem: Problem) -> Iterator[_Asked]:
     """Yield every window of the cases, and the last one of some after the steps of an optimizer."""
     for number, case in enumerate(cases):
-        reference, last = REFERENCES.get(case, problem), len(case.plan.windows) - 1
+        reference = REFERENCES.get(case, problem)
+        last = len(case.plan.windows) - 1
         yield from (_Asked(reference, index, moves=False) for index in range(last + 1))
         if number % MOVED_EVERY == 0 and case.plan.steps > 1:
             moving = case.replace(optimizer=case.optimizer or "normalized")
@@ -129,7 +130,8 @@ def second_opinion(
     Loops are judged by torch's gradient alone. A difference is a finding about the problem, torch,
     JAX or the bridge.
     """
-    opinion, started = SecondOpinion(budget_s), time.perf_counter()
+    opinion = SecondOpinion(budget_s)
+    started = time.perf_counter()
     groups: dict[Shapes, list[_Asked]] = defaultdict(list)
     for asked in _asked(cases, problem):
         window = asked.reference.window(asked.index)
@@ -154,7 +156,8 @@ def second_opinion(
             except BridgeError as error:
                 # other shapes may be translated all the same
                 if opinion.refusal is None:
-                    opinion.refusal, opinion.rewrite = error.reason, error.rewrite
+                    opinion.refusal = error.reason
+                    opinion.rewrite = error.rewrite
                 opinion.refused += len(group) - (opinion.answered - before)
                 break
             opinion.answered += 1

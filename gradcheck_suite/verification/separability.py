@@ -201,7 +201,8 @@ def _mixing_module(
     Several items are replaced in turn: where few values occur, as after the layer normalization of
     two features, one may by chance leave the statistics of the batch as they are.
     """
-    items, total = Items(whole), instance.case.plan.total_items
+    items = Items(whole)
+    total = instance.case.plan.total_items
     before = _calls(instance, model, whole)
     for place in range(min(total, MOST_REPLACED)):
         order = list(range(total))
@@ -290,7 +291,8 @@ def objective_fault(instance: Instance) -> str | None:
 
 
 def _objective_fault(instance: Instance) -> str | None:
-    name, plan = _name(instance), instance.case.plan
+    name = _name(instance)
+    plan = instance.case.plan
     _expect_fresh_models(instance)
     model = instance.model(torch.float64)
     optimizer_of(None, model)
@@ -316,7 +318,8 @@ def _objective_fault(instance: Instance) -> str | None:
     _expect_stateless(instance, model, everything, whole, before)
     if instance.problem.reduction == "batch":
         return None
-    terms, counts = [], []
+    terms = []
+    counts = []
     total = _weight(instance, everything)
     for batch in _micro_batches(instance):
         weight = _weight(instance, batch)
@@ -407,10 +410,8 @@ def _expect_stateless(
 def _expect_fresh_models(instance: Instance) -> None:
     """Raise `UsageError` if two models share tensors, or differ although their seed is the same."""
     name = _name(instance)
-    first, second = (
-        instance.problem.model(instance.case.seed),
-        instance.problem.model(instance.case.seed),
-    )
+    first = instance.problem.model(instance.case.seed)
+    second = instance.problem.model(instance.case.seed)
     for model in (first, second):
         if not isinstance(model, torch.nn.Module):
             raise UsageError(
@@ -635,7 +636,8 @@ def reference_of(case: Case, problem: Problem | None) -> tuple[Reference | None,
         raise
     except (Exception, SystemExit) as error:
         # a user's own code, which may raise anything
-        fewest, most = min(case.plan.micro_batches), case.plan.total_items
+        fewest = min(case.plan.micro_batches)
+        most = case.plan.total_items
         items = f"{most} item{'s' * (most > 1)}"
         batches = f"batches of {fewest} to {items}" if fewest < most else f"one batch of {items}"
         raise UsageError(

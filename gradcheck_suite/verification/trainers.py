@@ -100,7 +100,8 @@ def ask(
     """
     small = plans(max_windows=2, max_accumulation_steps=MAX_SIZE, max_items=MAX_SIZE)
     try:
-        loop, asked = trainer.load(), problem or _problem(question.problem)
+        loop = trainer.load()
+        asked = problem or _problem(question.problem)
         # models of transformers warn about themselves through the same loggers as its trainer
         with quiet("transformers"):
             result = verify(

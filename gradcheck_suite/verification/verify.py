@@ -106,7 +106,9 @@ def verify(
     autocast = options.autocast or checked_autocast(autocast_of(loop))
     search = Search(loop, problem, options, progress, autocast, chosen)
     started = time.perf_counter()
-    opinion, interrupted, traffic = None, False, None
+    opinion = None
+    interrupted = False
+    traffic = None
     checked: tuple[str, ...] = ()
     try:
         with (
@@ -213,7 +215,8 @@ def _of_two_sizes(case: Case) -> Case:
     compiles each size.
     """
     sizes = case.plan.micro_batches
-    low, high = min(sizes), max(sizes)
+    low = min(sizes)
+    high = max(sizes)
     few = tuple(low if 2 * n < low + high else high for n in sizes)
     return case if few == sizes else case.replace(plan=case.plan.replace(micro_batches=few))
 

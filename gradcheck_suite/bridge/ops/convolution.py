@@ -58,14 +58,21 @@ def convolution(
     n = weight.ndim - 2
     batched = input.ndim == n + 2
     x = input if batched else input[None]
-    stride, padding, dilation = per_axis(stride, n), per_axis(padding, n), per_axis(dilation, n)
+    stride = per_axis(stride, n)
+    padding = per_axis(padding, n)
+    dilation = per_axis(dilation, n)
     if transposed:
         extent = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
         extra = per_axis(output_padding, n)
         pads = [(r - p, r - p + e) for r, p, e in zip(extent, padding, extra, strict=True)]
-        kernel, strides, lhs = _transposed_kernel(weight, groups), [1] * n, stride
+        kernel = _transposed_kernel(weight, groups)
+        strides = [1] * n
+        lhs = stride
     else:
-        pads, kernel, strides, lhs = [(p, p) for p in padding], weight, stride, [1] * n
+        pads = [(p, p) for p in padding]
+        kernel = weight
+        strides = stride
+        lhs = [1] * n
     out = lax.conv_general_dilated(
         x,
         kernel,
@@ -132,7 +139,8 @@ def _gathered(x: Array, places: Sequence[Places], outside: Any) -> tuple[Array, 
         inside = inside & (where >= 0) & (where < size)
         flat = flat * size + np.clip(where, 0, max(size - 1, 0))
     windows = flat.shape[:n]
-    flat, inside = flat.reshape(*windows, -1), inside.reshape(*windows, -1)
+    flat = flat.reshape(*windows, -1)
+    inside = inside.reshape(*windows, -1)
     taken = x.reshape(*x.shape[: x.ndim - n], math.prod(spatial))[..., flat]
     return jnp.where(inside, taken, outside), flat
 
@@ -277,7 +285,8 @@ def _antialiased(filter_: Callable[[Any], Any], radius: float) -> Callable[..., 
         matrix = np.zeros((out, size))
         for i in range(out):
             centre = step * (i + 0.5)
-            low, high = max(int(centre - support + 0.5), 0), min(int(centre + support + 0.5), size)
+            low = max(int(centre - support + 0.5), 0)
+            high = min(int(centre + support + 0.5), size)
             taps = filter_(np.abs((np.arange(low, high) - centre + 0.5) * stretch))
             matrix[i, low:high] = taps / taps.sum()
         return matrix
@@ -373,7 +382,8 @@ def _reflect(x: Array, low2: int, high2: int) -> Array:
     """Return coordinates reflected into [low2 / 2, high2 / 2]."""
     if low2 == high2:
         return jnp.zeros_like(x)
-    low, span = low2 / 2, (high2 - low2) / 2
+    low = low2 / 2
+    span = (high2 - low2) / 2
     x = jnp.abs(x - low)
     flips = lax.stop_gradient(jnp.floor(x / span))
     extra = x - flips * span

@@ -98,7 +98,8 @@ def _number(x: Array, y: Array, before: Array, first: Array) -> Array:
     if not (SHARES_TIES and is_float(value)):
         return value
     # where one is NaN both have the whole gradient
-    half, unordered = jnp.where(x == y, 0.5, 0), jnp.isnan(x) | y_is_nan
+    half = jnp.where(x == y, 0.5, 0)
+    unordered = jnp.isnan(x) | y_is_nan
     return with_derivatives(
         value, (x, half + (before | unordered)), (y, half + (~first | unordered))
     )
@@ -315,7 +316,8 @@ def clamp(self: Array, low: Any = None, high: Any = None) -> Array:
         return _clamp_with_shared_ties(x, low, high, numbers=numbers)
     if low is not None and high is not None and is_float(dtype) and (low.ndim or high.ndim):
         value = jnp.minimum(jnp.maximum(x, low), high)
-        from_low, from_high = (x < low) & (low < high), (x > high) | (high < low)
+        from_low = (x < low) & (low < high)
+        from_high = (x > high) | (high < low)
         return with_derivatives(
             value, (x, (x >= low) & (x <= high)), (low, from_low), (high, from_high)
         )

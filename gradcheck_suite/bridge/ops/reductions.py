@@ -79,7 +79,8 @@ def vector_norm(
 ) -> Array:
     """Return (sum |x|^ord)^(1/ord); the gradient is 0 where the norm is 0."""
     x = _as_given(self, dtype)
-    order, size = 2.0 if ord is None else float(ord), absolute(x)
+    order = 2.0 if ord is None else float(ord)
+    size = absolute(x)
 
     def total(powers: Array, function: Callable[..., Array] = jnp.sum) -> Array:
         return function(powers, axis=axes_of(x, dim), keepdims=keepdim)
@@ -275,7 +276,8 @@ register_table(
 )
 
 
-MEAN, SUM = 1, 2
+MEAN = 1
+SUM = 2
 
 
 def _reduced(items: Array, reduction: int) -> Array:
@@ -292,7 +294,8 @@ def binary_cross_entropy(
     The gradient is torch's, (x - t) / max(x (1 - x), 1e-12), which is not the derivative of the
     value where a logarithm is clamped.
     """
-    log, log_of_rest = jnp.maximum(jnp.log(self), -100), jnp.maximum(jnp.log1p(-self), -100)
+    log = jnp.maximum(jnp.log(self), -100)
+    log_of_rest = jnp.maximum(jnp.log1p(-self), -100)
     value = -(target * log + (1 - target) * log_of_rest)
     slope = (self - target) / jnp.maximum((1 - self) * self, 1e-12)
     items = with_derivatives(value, (self, slope), (target, log_of_rest - log))
@@ -327,7 +330,8 @@ def multi_margin_loss(
     """Return the sum over c != t of max(0, margin - x[t] + x[c])^p, divided by the number of
     classes.
     """
-    x, t = jnp.atleast_2d(self), jnp.atleast_1d(target)
+    x = jnp.atleast_2d(self)
+    t = jnp.atleast_1d(target)
     off = margin - jnp.take_along_axis(x, t[:, None], axis=1) + x
     counted = (off > 0) & (jnp.arange(x.shape[1]) != t[:, None])
     off = jnp.where(counted, off, 0)
@@ -344,7 +348,8 @@ def multilabel_margin_loss_forward(
     """Return the margin loss between the targets before the first -1 and all other classes, and the
     mask of targets.
     """
-    x, t = jnp.atleast_2d(self), jnp.atleast_2d(target)
+    x = jnp.atleast_2d(self)
+    t = jnp.atleast_2d(target)
     named = jnp.cumprod(t >= 0, axis=1).astype(jnp.bool_)
     index = jnp.where(named, t, 0)
     is_target = jnp.any((index[..., None] == jnp.arange(x.shape[1])) & named[..., None], axis=1)
@@ -373,7 +378,8 @@ def ctc_loss(
     """
     del zero_infinity  # torch zeroes infinities after this operation and in its backward
     times, batch, _ = log_probs.shape
-    lengths, inputs = jnp.asarray(target_lengths), jnp.asarray(input_lengths)
+    lengths = jnp.asarray(target_lengths)
+    inputs = jnp.asarray(input_lengths)
     if targets.ndim == 1:
         longest = int(jnp.max(lengths)) if batch else 0
         starts = jnp.concatenate([jnp.zeros(1, lengths.dtype), jnp.cumsum(lengths)[:-1]])

@@ -186,7 +186,8 @@ def histc(self: Array, bins: int = 100, min: Any = 0, max: Any = 0) -> Array:
     x = lax.stop_gradient(self).reshape(-1)
     low, high = (jnp.asarray(v, x.dtype) for v in (min, max))
     if min == max:
-        low, high = x.min(), x.max()
+        low = x.min()
+        high = x.max()
         # torch widens an empty range by 1 on both sides
         low, high = jnp.where(low == high, low - 1, low), jnp.where(low == high, high + 1, high)
     place = jnp.clip(((x - low) / (high - low) * bins).astype(jnp.int64), 0, bins - 1)
@@ -289,10 +290,8 @@ def _extremum(
     # the gradient is shared among all that equal the extreme: self's entry and the entries of src
     places = _along(index, dim % self.ndim)
     src = src[tuple(slice(n) for n in index.shape)]
-    from_src, from_self = (
-        (src == value[places]).astype(self.dtype),
-        (start == value).astype(self.dtype),
-    )
+    from_src = (src == value[places]).astype(self.dtype)
+    from_self = (start == value).astype(self.dtype)
     if not include_self:
         from_self = from_self * _scattered(
             jnp.ones(self.shape, jnp.bool_), dim, index, False, "set"

@@ -22,7 +22,10 @@ from gradcheck_suite.core.contract import Problem
 
 
 Batch = dict[str, torch.Tensor]
-VOCABULARY, LONGEST, CLASSES, PIXELS = 13, 6, 3, 8
+VOCABULARY = 13
+LONGEST = 6
+CLASSES = 3
+PIXELS = 8
 IGNORED = -100
 """What transformers' losses take for no target."""
 ATTENTION = "eager"
@@ -74,7 +77,8 @@ def smoothed_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     vocabulary.
     """
     inputs = {name: value for name, value in batch.items() if name != "labels"}
-    logits, targets = model(**inputs).logits[:, :-1], batch["labels"][:, 1:]
+    logits = model(**inputs).logits[:, :-1]
+    targets = batch["labels"][:, 1:]
     return torch.nn.functional.cross_entropy(
         logits.reshape(-1, VOCABULARY),
         targets.reshape(-1),
@@ -252,7 +256,8 @@ NAMES = tuple(model + name for name, task in TASKS.items() for model in task.mod
 
 def _problem(name: str) -> Problem:
     suffix = next(suffix for suffix in TASKS if name.endswith(suffix))
-    task, model = TASKS[suffix], name.removesuffix(suffix)
+    task = TASKS[suffix]
+    model = name.removesuffix(suffix)
     settings = {
         **_COMMON,
         **dict.fromkeys(_DROPOUTS.split(), 0.0),

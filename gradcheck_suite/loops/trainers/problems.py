@@ -90,7 +90,8 @@ class AcceptingCount(torch.nn.Module):
         super().__init__()
         self.model = run.model
         self.is_mean = run.reduction == "mean"
-        self.loss, self.count = run.loss, run.count
+        self.loss = run.loss
+        self.count = run.count
 
     def forward(
         self, labels: torch.Tensor, batch: Batch, num_items_in_batch: Any = None, **_: Any
@@ -107,7 +108,8 @@ class Plain(torch.nn.Module):
 
     def __init__(self, run: TrainingRun) -> None:
         super().__init__()
-        self.model, self.loss = run.model, run.loss
+        self.model = run.model
+        self.loss = run.loss
 
     def forward(self, labels: torch.Tensor, batch: Batch) -> dict[str, Any]:
         """Return the loss."""
@@ -119,7 +121,9 @@ class Outputs(torch.nn.Module):
 
     def __init__(self, run: TrainingRun) -> None:
         super().__init__()
-        self.model, self.loss, self.count = run.model, run.loss, run.count
+        self.model = run.model
+        self.loss = run.loss
+        self.count = run.count
 
     def forward(self, batch: Batch) -> dict[str, Any]:
         """Return the loss of the batch and its count."""

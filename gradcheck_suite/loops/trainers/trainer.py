@@ -62,10 +62,8 @@ class Question:
     asked_of: str = ""
 
 
-_MEAN, _SUM = (
-    "gradcheck_suite.loops.trainers.problems:MEAN",
-    "gradcheck_suite.loops.trainers.problems:SUM",
-)
+_MEAN = "gradcheck_suite.loops.trainers.problems:MEAN"
+_SUM = "gradcheck_suite.loops.trainers.problems:SUM"
 _ROWS = "gradcheck_suite.loops.trainers.models"
 _ROWS_OF = "trainers that take models of transformers"
 PLANS = (

@@ -52,7 +52,8 @@ def _modules() -> tuple[Any, Any]:
 
         def __init__(self, run: TrainingRun) -> None:
             super().__init__()
-            self.model, self.run = run.model, run
+            self.model = run.model
+            self.run = run
 
         def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor | None:
             """Return the loss of a micro-batch."""

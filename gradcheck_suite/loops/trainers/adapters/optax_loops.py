@@ -84,7 +84,8 @@ def _windows_at_once(run: JaxTrainingRun, gradient: Callable[[Any, Any, int], An
     import jax.numpy as jnp
     import optax
 
-    params, state = run.params, run.optimizer.init(run.params)
+    params = run.params
+    state = run.optimizer.init(run.params)
     for window in (window for _ in range(run.epochs) for window in windows_of(run)):
         items = len(jax.tree.leaves(window[0])[0])
         whole = jax.tree.map(lambda *parts: jnp.concatenate(parts), *window)

@@ -340,7 +340,8 @@ def _computes_the_loss(run: TrainingRun) -> bool:
             )
         return False
     with torch.no_grad():
-        wanted, own = float(run.loss(run.model, batch)), _own_loss(run.model, batch)
+        wanted = float(run.loss(run.model, batch))
+        own = _own_loss(run.model, batch)
     # the suite scales a loss down to see whether the gradient's size matters: that is the same loss
     if own is not None and any(
         abs(wanted - scale * own) <= SAME_LOSS * scale * abs(own) for scale in (1, SMALL_SCALE)
