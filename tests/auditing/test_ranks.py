@@ -83,6 +83,7 @@ def _of_two_ranks(
         ]
         for sizes in SIZES
     ]
+    torch.manual_seed(0)
     models = [torch.nn.Linear(5, 3) for _ in SIZES]
     models[1].load_state_dict(
         {k: v for k, v in models[0].state_dict().items() if k not in apart}, strict=False
