@@ -342,7 +342,9 @@ def _calls(data: st.DataObject) -> Any:
     def function(x: Any) -> Any:
         fast = jax.jit(jnp.sin)(x)
         saved = jax.checkpoint(lambda x: jnp.tanh(x) ** 2)
-        return fast, jax.vjp(saved, x)[1](x), jax.nn.relu(x), jax.nn.silu(x), lax.stop_gradient(x)
+        twice = jax.grad(lambda x: jnp.sum(jnp.sin(x) * x))(x)
+        pulled_back = jax.vjp(saved, x)[1](x)
+        return fast, twice, pulled_back, jax.nn.relu(x), jax.nn.silu(x), lax.stop_gradient(x)
 
     return function, (_floats(data, 3),)
 
@@ -445,7 +447,8 @@ def test_every_rule_of_the_tape_has_a_row():
             seen.update(_names(jax.make_jaxpr(function)(*arguments).jaxpr))
 
     collect()
-    assert tape.RULES.keys() - seen == set()
+    of_later_releases = {"one_minus_square"} - {name.removesuffix("_p") for name in vars(lax)}
+    assert tape.RULES.keys() - seen == of_later_releases
 
 
 # Whole programs: the layers and losses of drawn problems.

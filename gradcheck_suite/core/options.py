@@ -11,6 +11,7 @@ This module must import neither torch nor JAX, and must not parse: `cli/argument
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -272,12 +273,12 @@ def options_of(declared: type[Options]) -> tuple[Option, ...]:
 def takes(declared: type[Options]) -> Callable[[_T], _T]:
     """Return a decorator that adds the options to the docstring of what takes them as keywords."""
     lines = [f"{one.name}: {one.summary}." for one in options_of(declared)]
-    section = "".join(
-        f"\n    {line}" for line in ("", "Keyword Args:", *(f"    {line}" for line in lines))
-    )
+    section = "\n".join(("Keyword Args:", *(f"    {line}" for line in lines)))
 
     def add(taker: _T) -> _T:
-        taker.__doc__ = f"{(taker.__doc__ or '').rstrip()}\n{section}\n"
+        # Python 3.13 takes the indentation out of docstrings
+        own = inspect.cleandoc(taker.__doc__ or "")
+        taker.__doc__ = f"{own}\n\n{section}\n"
         return taker
 
     return add

@@ -16,8 +16,10 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
+import jax
 import numpy as np
 import numpy.typing as npt
 import scipy.special
@@ -107,9 +109,20 @@ def _log_gamma(x: Array) -> Array:
     return np.where(np.isinf(x), np.inf, scipy.special.gammaln(x))
 
 
+@cache
+def _digamma_at_zero() -> float:
+    """Return what XLA has at 0: NaN, and since JAX 0.12 minus infinity."""
+    return float(jax.lax.digamma(np.float64(0.0)))
+
+
 def _digamma(x: Array) -> Array:
-    # at its poles, 0 and the negative integers, XLA has NaN, and scipy an infinity at 0
-    return np.where((x <= 0) & (x == np.floor(x)), np.nan, scipy.special.psi(x))
+    # at its poles, the negative integers, XLA has NaN, and scipy an infinity at 0
+    at_poles = np.where(x == 0, _digamma_at_zero(), np.nan)
+    return np.where((x <= 0) & (x == np.floor(x)), at_poles, scipy.special.psi(x))
+
+
+def _one_minus_square(x: Array) -> Array:
+    return 1 - np.square(x)
 
 
 _same_in_numpy(
@@ -153,6 +166,7 @@ _same_in_numpy(
     mul=np.multiply,
     ne=np.not_equal,
     neg=_negative,
+    one_minus_square=_one_minus_square,  # of the derivative of tanh since JAX 0.12
     pow=np.power,
     rem=_remainder,
     rsqrt=_reciprocal_root,
