@@ -171,6 +171,22 @@ def _draws_for_planted_faults(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+def _beyond_their_share(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the cases of tests marked `share(n)` that do not run by default: all but every n-th."""
+    seen: dict[str, int] = {}
+    beyond = []
+    for item in items:
+        marker = item.get_closest_marker("share")
+        if marker is None:
+            continue
+        test = item.nodeid.partition("[")[0]
+        number = seen.get(test, 0)
+        seen[test] = number + 1
+        if number % marker.args[0]:
+            beyond.append(item)
+    return beyond
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the tests marked `full`, or with `--full` their parts marked `quick`.
 
@@ -178,7 +194,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     items.sort(key=lambda item: "ranks" not in getattr(item, "fixturenames", ()))
     name = "quick" if config.getoption("--full") else "full"
-    if left_out := [item for item in items if item.get_closest_marker(name)]:
+    left_out = [item for item in items if item.get_closest_marker(name)]
+    if not config.getoption("--full"):
+        left_out += _beyond_their_share(items)
+    if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
 

@@ -32,7 +32,7 @@ SCRIPTS = st.builds(
 )
 
 
-@scaled(1)
+@scaled(2)
 @given(script=SCRIPTS)
 def test_no_instrument_fails_and_no_mode_sees_the_audit(script):
     with tempfile.TemporaryDirectory() as folder:
