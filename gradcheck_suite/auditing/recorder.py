@@ -1470,7 +1470,8 @@ def _optimizers_on_the_stack(optimizer: Any) -> list[Any]:
 _STEP: CodeType = next(
     code
     for code in torch.optim.Optimizer.profile_hook_step.__code__.co_consts
-    if isinstance(code, CodeType)
+    # since Python 3.14 what computes the wrapper's annotations is a code object, too (PEP 649)
+    if isinstance(code, CodeType) and code.co_name != "__annotate__"
 )
 """What runs around each step, and calls the hooks of steps."""
 
