@@ -158,7 +158,7 @@ def _result(program: Program):
 
 
 @given(sound_programs())
-@scaled(16)
+@scaled(24)
 def test_no_sound_program_is_blamed(program):
     result = _result(program)
     assert result.violations == ()
@@ -166,7 +166,7 @@ def test_no_sound_program_is_blamed(program):
 
 
 @given(faulty_programs())
-@scaled(16)
+@scaled(24)
 def test_each_faulty_program_is_named(program):
     result = _result(program)
     assert {violation.diagnosis for violation in result.violations} & program.names

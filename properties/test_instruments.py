@@ -32,7 +32,7 @@ SCRIPTS = st.builds(
 )
 
 
-@scaled(2)
+@scaled(3)
 @given(script=SCRIPTS)
 def test_no_instrument_fails_and_no_mode_sees_the_audit(script):
     with tempfile.TemporaryDirectory() as folder:

@@ -35,7 +35,7 @@ def needs(text):
             pytest.importorskip(package)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(3)
 @pytest.mark.parametrize("name", FAULTY)
 def test_a_faulty_script_is_named(tmp_path, name):
     truth, text = FAULTY[name]
@@ -47,7 +47,7 @@ def test_a_faulty_script_is_named(tmp_path, name):
     assert violation.fix
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(3)
 @pytest.mark.parametrize("name", SOUND)
 def test_a_sound_script_holds(tmp_path, name):
     needs(SOUND[name])
