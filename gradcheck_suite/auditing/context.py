@@ -47,16 +47,16 @@ from gradcheck_suite.auditing.recomputation import (
 from gradcheck_suite.auditing.recorder import Recorder, Running
 from gradcheck_suite.auditing.replay import StepWindow, near
 from gradcheck_suite.auditing.schedule import Schedule
-from gradcheck_suite.auditing.stopping import StoppedOnViolation, Terminated
+from gradcheck_suite.auditing.stopping import StoppedOnViolation, Terminated, in_words
 from gradcheck_suite.auditing.strays import Strays
 from gradcheck_suite.auditing.sums import StepFault
 from gradcheck_suite.auditing.terms import Reader, declare
-from gradcheck_suite.auditing.told import Told
+from gradcheck_suite.auditing.told import Told, tell
 from gradcheck_suite.auditing.weighing import violation_of
 from gradcheck_suite.core.findings import Found, finding
 from gradcheck_suite.core.options import DEFAULT_BUDGET, INSTRUMENTS, AuditOptions, takes
 from gradcheck_suite.core.results import OTHER_RANK, Result, Violation, result_lines
-from gradcheck_suite.core.text import counted, say
+from gradcheck_suite.core.text import counted
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.run.private_names import expect_present
 
@@ -334,25 +334,6 @@ def died_before(ranks: Ranks) -> bool:
 _open: list[audit] = []
 
 
-def _shown(error: BaseException | None) -> str:
-    """Return the exception that ended a run in words, `""` where none of the program's did."""
-    return f"{type(error).__name__}: {error}" if isinstance(error, Exception) else ""
-
-
-def _say(lines: Sequence[str], standard_error: TextIO) -> None:
-    """Print lines on standard error, which a notebook would show as an error, so there on standard
-    output.
-
-    They begin on a fresh line: a progress bar of the program may stand in the last one.
-    """
-    in_notebook = type(standard_error).__module__.startswith("ipykernel")
-    with contextlib.suppress(OSError, ValueError):  # full, or closed by the program
-        say(
-            ["", *lines] if not in_notebook else lines,
-            sys.stdout if in_notebook else standard_error,
-        )
-
-
 @takes(AuditOptions)
 class audit:  # noqa: N801 - it is used as a function, as `open` is
     """Judge the optimizer steps of the code that runs while it is open, unchanged.
@@ -501,7 +482,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if self._result is None:
             self._result = self._closed(error)
             if summary and not self.quiet and not self._result.is_another_ranks:
-                _say(
+                tell(
                     result_lines(self._result, shown=bool(self._result.violations)),
                     self.standard_error,
                 )
@@ -530,7 +511,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             self._name_of(0)
             recorder = self._recorder
             end = End(
-                _shown(error),
+                in_words(error),
                 complete,
                 recorder.off,
                 self._dtypes,
@@ -953,7 +934,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             return
         self._told.add(violation)
         if not self.quiet:
-            _say(violation.words, self.standard_error)
+            tell(violation.words, self.standard_error)
 
     def _finished(self, error: BaseException | None) -> Result:
         found = self._told.final(self._judge.violations())
@@ -1024,7 +1005,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             unjudged=None if unjudged is None else unjudged.words,
             unjudged_reason=None if unjudged is None else unjudged.name,
             interrupted=isinstance(error, KeyboardInterrupt | Terminated),
-            raised=_shown(error) or None,
+            raised=in_words(error) or None,
             files=tuple((file, None) for file in sorted(files)),
         )
 

@@ -54,8 +54,10 @@ MOST_WINDOWS = 512
 EVERY = 64
 """Windows after which the weights are judged again, once there have been so many."""
 FEWEST_TOGETHER = 3
-"""Windows that are judged together before what their losses weigh is said while the run goes on: of two, a coefficient
-that is annealed may look like a division by the number of micro-batches."""
+"""Windows that are judged together before what their losses weigh is said while the run goes on.
+
+In two windows, a coefficient that is annealed may look like a division by K.
+"""
 BOTH = "sums and weights"
 MASTERS = (
     "written-gradient",

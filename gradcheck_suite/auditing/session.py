@@ -18,11 +18,11 @@ from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from gradcheck_suite.auditing.places import here
-from gradcheck_suite.auditing.stopping import StoppedOnViolation, Terminated
+from gradcheck_suite.auditing.stopping import StoppedOnViolation, Terminated, in_words
+from gradcheck_suite.auditing.told import tell
 from gradcheck_suite.core.findings import finding
 from gradcheck_suite.core.options import AuditOptions, takes
 from gradcheck_suite.core.results import Result, Violation, result_lines
-from gradcheck_suite.core.text import say
 from gradcheck_suite.errors import UsageError
 
 if TYPE_CHECKING:
@@ -84,16 +84,6 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 
 _open: list[audit] = []
-
-
-def _say(lines: Sequence[str], standard_error: TextIO) -> None:
-    """Print lines on standard error, below the cell in a notebook, which shows an error there."""
-    in_notebook = type(standard_error).__module__.startswith("ipykernel")
-    with contextlib.suppress(OSError, ValueError):  # full, or closed by the program
-        say(
-            list(lines) if in_notebook else ["", *lines],
-            sys.stdout if in_notebook else standard_error,
-        )
 
 
 def _random_numbers_kept() -> contextlib.AbstractContextManager[None]:
@@ -222,14 +212,14 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
 
     def _tell(self, violation: Violation) -> None:
         if not self.quiet:
-            _say(violation.words, self.standard_error)
+            tell(violation.words, self.standard_error)
         if self.options.stop_on_violation and self._result is None and not self._is_closing:
             raise StoppedOnViolation
 
     def _remark(self, line: str) -> None:
         """Say on a terminal what takes long: no log of two runs differs by it."""
         if not self.quiet and self.standard_error.isatty():
-            _say([line], self.standard_error)
+            tell([line], self.standard_error)
 
     def close(self, error: BaseException | None = None, *, summary: bool = True) -> Result:
         """Stop observing and return the result; a second call returns the same.
@@ -247,7 +237,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
                 self._result = self._closed(error)
                 if summary and not self.quiet and not self._result.is_another_ranks:
                     lines = result_lines(self._result, shown=bool(self._result.violations))
-                    _say(lines, self.standard_error)
+                    tell(lines, self.standard_error)
         return self._result
 
     def _closed(self, error: BaseException | None) -> Result:
@@ -288,7 +278,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             unjudged="; ".join(self._failed) or why,
             unjudged_reason="failed-instrument" if self._failed else "nothing-trained",
             interrupted=isinstance(error, KeyboardInterrupt | Terminated),
-            raised=f"{type(error).__name__}: {error}" if isinstance(error, Exception) else None,
+            raised=in_words(error) or None,
         )
 
     @property

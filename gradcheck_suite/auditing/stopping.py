@@ -12,3 +12,8 @@ class StoppedOnViolation(BaseException):
 
     No `Exception`, so that a program that catches those ends all the same.
     """
+
+
+def in_words(error: BaseException | None) -> str:
+    """Return the exception that ended a run in words, `""` where none of the program's did."""
+    return f"{type(error).__name__}: {error}" if isinstance(error, Exception) else ""

@@ -8,11 +8,29 @@ worse than a line that is taken back.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import TextIO
 
 from gradcheck_suite.core.results import Violation
+from gradcheck_suite.core.text import say
+
+
+def tell(lines: Sequence[str], standard_error: TextIO) -> None:
+    """Print lines on standard error, which a notebook would show as an error, so there on standard
+    output.
+
+    They begin on a fresh line: a progress bar of the program may stand in the last one.
+    """
+    in_notebook = type(standard_error).__module__.startswith("ipykernel")
+    with contextlib.suppress(OSError, ValueError):  # full, or closed by the program
+        say(
+            list(lines) if in_notebook else ["", *lines],
+            sys.stdout if in_notebook else standard_error,
+        )
 
 
 class Told:
@@ -34,24 +52,27 @@ class Told:
         number of its steps, and what was not printed yet.
         """
         now = {(one.diagnosis, one.where): one for one in found}
-        places = {(one.step, one.loss or one.where) for one in now.values()}
+        places = {_window_of(one) for one in now.values()}
         stands = [
             _counted(one, now[key]) if key in now else one
             for key, one in self._by_key.items()
-            if key in now or (one.step, one.loss or one.where) in places
+            if key in now or _window_of(one) in places
         ]
         # the windows of these have another name now, which is not told after the first one
-        renamed = {
-            (one.step, one.loss or one.where) for key, one in self._by_key.items() if key not in now
-        }
+        renamed = {_window_of(one) for key, one in self._by_key.items() if key not in now}
         others = [
             one
             for key, one in now.items()
-            if key not in self._by_key and (one.step, one.loss or one.where) not in renamed
+            if key not in self._by_key and _window_of(one) not in renamed
         ]
         return sorted(
             (*stands, *others), key=lambda one: math.inf if one.step is None else one.step
         )
+
+
+def _window_of(violation: Violation) -> tuple[int | None, str | None]:
+    """Return the step and the loss that a violation is about, whatever it is called."""
+    return violation.step, violation.loss or violation.where
 
 
 def _counted(told: Violation, now: Violation) -> Violation:

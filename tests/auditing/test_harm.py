@@ -117,7 +117,7 @@ def _trained_on_noise():
     [
         (recorder.Recorder, "open"),
         (context, "recompute"),
-        (context, "_say"),
+        (context, "tell"),
         (session, "result_lines"),
     ],
     ids=["open", "again", "told", "closed"],

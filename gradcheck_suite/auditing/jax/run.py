@@ -13,7 +13,7 @@ from gradcheck_suite.auditing.jax.recorder import JaxRecorder
 from gradcheck_suite.auditing.jax.replay import MOST_STEPS, Event
 from gradcheck_suite.auditing.jax.verdicts import Verdicts
 from gradcheck_suite.auditing.schedule import Schedule
-from gradcheck_suite.auditing.stopping import Terminated
+from gradcheck_suite.auditing.stopping import Terminated, in_words
 from gradcheck_suite.core.findings import Found, finding
 from gradcheck_suite.core.options import DEFAULT_BUDGET, INSTRUMENTS, AuditOptions
 from gradcheck_suite.core.results import Result, Violation
@@ -142,7 +142,7 @@ class JaxAudit:
             unjudged=None if unjudged is None else unjudged.words,
             unjudged_reason=None if unjudged is None else unjudged.name,
             interrupted=isinstance(error, KeyboardInterrupt | Terminated),
-            raised=f"{type(error).__name__}: {error}" if isinstance(error, Exception) else None,
+            raised=in_words(error) or None,
             files=tuple((file, None) for file in self._files()),
         )
 
