@@ -22,6 +22,28 @@ Columns = Sequence[int]
 
 
 @dataclass(frozen=True)
+class Discards:
+    """Windows before whose only pass others were reset.
+
+    Attributes:
+        lost: the number of passes that each of them has lost.
+        windows: how many there were.
+        is_steady: whether all have lost as many, and each window since the first one has.
+    """
+
+    lost: int = 0
+    windows: int = 0
+    is_steady: bool = True
+
+    def followed_by(self, lost: int) -> Discards:
+        """Return them with one more window, which may have lost none."""
+        if not lost and not self.windows:
+            return self
+        is_steady = self.is_steady and lost == (self.lost or lost)
+        return Discards(lost or self.lost, self.windows + bool(lost), is_steady)
+
+
+@dataclass(frozen=True)
 class History:
     """What earlier windows of an optimizer have shown.
 
@@ -31,6 +53,7 @@ class History:
         longest: the number of passes of the longest of them; 0 where there was none.
         stepped_in: where in its outer loops the program was at the optimizer's last step; None
             where that is not known.
+        discards: windows of one pass that others were reset before.
         unlike: whether a gradient of it was no sum of passes, so that others which look put
             together from some may look so by chance.
     """
@@ -38,6 +61,7 @@ class History:
     typical_k: int | None = None
     longest: int = 0
     stepped_in: Loop | None = None
+    discards: Discards = Discards()
     unlike: bool = False
 
 

@@ -21,7 +21,13 @@ import numpy as np
 
 from gradcheck_suite.auditing import weights as reading_weights
 from gradcheck_suite.auditing.events import BY_HAND, Event, Gap, PassRecord, StepRecord
-from gradcheck_suite.auditing.evidence import History, WindowEvidence, columns_of, evidence_of
+from gradcheck_suite.auditing.evidence import (
+    Discards,
+    History,
+    WindowEvidence,
+    columns_of,
+    evidence_of,
+)
 from gradcheck_suite.auditing.places import Loop, Place, lines_with
 from gradcheck_suite.auditing.replay import Replay, Seen, Source, StepWindow, near
 from gradcheck_suite.auditing.rules import Decided, E, Held, Need, Sighting, StepFault, decide
@@ -214,6 +220,7 @@ class Judge:
         self._configured: dict[int, int] = {}
         self._grown: dict[int, int] = {}
         self._stepped_in: dict[int, Loop | None] = {}
+        self._discards: defaultdict[int, Discards] = defaultdict(Discards)
         self._singles: Counter[int] = Counter()
         self._windows: Counter[int] = Counter()
         self._places: dict[tuple[int, Place], PlaceCount] = {}
@@ -656,6 +663,8 @@ class Judge:
         if decided.fault is not None:
             self._violate_sum(window, decided.fault)
             return None
+        lost = len(evidence.lost) if decided.get("whole window") else 0
+        self._discards[optimizer] = self._discards[optimizer].followed_by(lost)
         if decided.get("copies") or decided.get("results written"):
             window.edit = BY_HAND
             return {}
@@ -666,6 +675,7 @@ class Judge:
             self.typical_k(optimizer),
             max(self._lengths[optimizer], default=0),
             self._stepped_in.get(optimizer),
+            self._discards[optimizer],
             optimizer in self._unlike,
         )
 

@@ -710,14 +710,18 @@ def _denominator(e: E) -> int | None:
     window or rank shows the right one.
     """
     use = e.use
-    weight = use.objective.weight
-    if not use.whole or e.is_constant_sum or use.is_mean or use.length < 2 or not use.items:
+    if not use.whole or e.is_constant_sum or use.is_mean or use.length < 2:
         return None
-    divisor = 1 / weight if weight > 0 else 0.0
-    is_integer = abs(divisor - round(divisor)) < 1e-4 * divisor
-    is_count = is_integer and divisor > 2 and 0.5 * use.items < divisor < 2 * use.items
     varies = any(not near(other.own, use.own, e.tolerance) for other in e.run.uses)
-    return round(divisor) if is_count and varies else None
+    return _divisor(use) if varies else None
+
+
+def _divisor(use: Use) -> int | None:
+    """Return one over the weight of an item, where it is a number of about the window's count."""
+    weight = use.objective.weight
+    divisor = 1 / weight if weight > 0 else 0.0
+    is_count = divisor > 2 and 0.5 * use.items < divisor < 2 * use.items
+    return round(divisor) if is_count and near(divisor, round(divisor), 1e-4) else None
 
 
 FEWEST_COUNTS = 3
@@ -727,8 +731,6 @@ FEWEST_COUNTS = 3
 def _is_off_by_a_count(uses: Sequence[Use]) -> bool:
     """Return whether each window's denominator is its count and a rest, which is the same in all or
     goes with something else that is counted, such as one target for each row.
-
-    A denominator that follows no count, as the number of boxes of a detector, is the program's.
     """
     is_known = all(use.objective.weight > 0 for use in uses)
     if not is_known or len({use.items for use in uses}) < FEWEST_COUNTS:
@@ -738,6 +740,19 @@ def _is_off_by_a_count(uses: Sequence[Use]) -> bool:
     others = [[sum(use.objective.counts[name]) for use in uses] for name in sorted(names)]
     candidates = ([1.0] * len(uses), [float(use.length) for use in uses], *others)
     return any(_is_proportional(rests, counts) for counts in candidates)
+
+
+def _follows_no_count(uses: Sequence[Use]) -> bool:
+    """Return whether the denominators change from window to window, and go with nothing that is
+    counted, as the count of the window before.
+    """
+    if len({use.items for use in uses}) < FEWEST_COUNTS or not all(map(_divisor, uses)):
+        return False
+    divisors = [float(_divisor(use) or 0) for use in uses]
+    names = set.intersection(*(set(use.objective.counts) for use in uses))
+    others = [[sum(use.objective.counts[name]) for use in uses] for name in sorted(names)]
+    candidates = ([1.0] * len(uses), [float(use.length) for use in uses], *others)
+    return not any(_is_proportional(divisors, counts) for counts in candidates)
 
 
 def _is_proportional(rests: Sequence[float], counts: Sequence[float]) -> bool:
@@ -751,7 +766,12 @@ def _is_wrong_count(e: E) -> Seen:
     divisor = _denominator(e)
     if divisor is None:
         return None
-    is_shown = len({use.items for use in e.run.right}) > 1 or _is_off_by_a_count(e.run.uses)
+    uses = e.run.uses
+    is_shown = (
+        len({use.items for use in e.run.right}) > 1
+        or _is_off_by_a_count(uses)
+        or _follows_no_count(uses)
+    )
     return ScaleSighting({"divisor": divisor, "items": e.use.items}) if is_shown else None
 
 

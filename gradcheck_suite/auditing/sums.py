@@ -48,6 +48,8 @@ MOST_LINES = 3
 """Lines that a sentence names."""
 MOST_LEFT = 0.25
 """The share of an edited `.grad` that no sum of the passes explains, from which on they are not told from chance."""
+FEWEST_LOST = 6
+"""Passes that windows of one pass lose in turn, from which on that is no decision for some steps."""
 FEWEST_KEPT = 3
 """Gradients put together by hand whose coefficients may show a factor between neighbours: two tasks may have any."""
 
@@ -389,7 +391,20 @@ def _is_whole_window(e: E) -> Found:
     k = e.history.typical_k
     if not e.lost or not k or len(e.kept) != k or len(e.lost) % k:
         return None
+    if k == 1 and _is_lost_each_time(e):
+        return None
     return Sighting(where=_at_step(e))
+
+
+def _is_lost_each_time(e: E) -> bool:
+    """Return whether each window loses as many passes since windows have several of them.
+
+    A program that skips some steps of one micro-batch skips another number each time.
+    """
+    before = e.history.discards
+    lost = len(e.lost)
+    is_alike = before.is_steady and before.lost == lost
+    return is_alike and (before.windows + 1) * lost >= FEWEST_LOST
 
 
 def _is_begun_anew_after_exception(e: E) -> Found:
