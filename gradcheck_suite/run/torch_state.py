@@ -18,6 +18,7 @@ import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import chain
 from operator import is_not
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,7 @@ _KERNELS = ("CPU", "CUDA", "Autograd", "AutogradCPU", "AutogradCUDA")
 """Keys of the dispatcher; torch itself registers kernels under others when a part of it is first used."""
 _HOOKS = [
     (name, hooks)
-    for space in (_modules, _optimizers)
-    for name, hooks in vars(space).items()
+    for name, hooks in (*vars(_modules).items(), *vars(_optimizers).items())
     if name.startswith("_global_") and isinstance(hooks, dict)
 ]
 _MISSING = object()
@@ -66,13 +66,11 @@ def _owners() -> dict[Any, dict[str, Any]]:
         for name, module in sys.modules.items()
         if name in _SPACES or name.startswith(("torch.nn.", "torch.optim", "torch.autograd."))
     ]
-    classes = [
-        kind
-        for module in own
-        if module.__name__.startswith(("torch.nn.modules.", "torch.optim."))
-        for kind in vars(module).values()
-        if isinstance(kind, type) and kind.__module__ == module.__name__
-    ]
+    classes: list[type] = []
+    for module in own:
+        if module.__name__.startswith(("torch.nn.modules.", "torch.optim.")):
+            kinds = [kind for kind in vars(module).values() if isinstance(kind, type)]
+            classes += [kind for kind in kinds if kind.__module__ == module.__name__]
     return {
         owner: {}
         for owner in (*own, *classes, torch.Tensor, torch.nn.Parameter, torch.autograd.Function)
@@ -156,9 +154,8 @@ def _undo(owner: Any, name: str, old: Any) -> None:
 def _patches() -> Iterator[str]:
     """Yield what has taken the place of functions and methods, in words, and undo it."""
     changed = list(_changed())
-    known = {
-        id(value) for _, before in changed for value in before.values() if inspect.isroutine(value)
-    }
+    values = chain.from_iterable(before.values() for _, before in changed)
+    known = {id(value) for value in values if inspect.isroutine(value)}
     for owner, before in changed:
         for name, old in list(_replaced(owner, before, known)):
             yield f"{_name(owner)}.{name} is {_place(vars(owner)[name])[1]}"
