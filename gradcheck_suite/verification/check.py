@@ -24,7 +24,7 @@ from gradcheck_suite.core.text import counted
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.judge.reruns import LoopRunner
 from gradcheck_suite.judge.weights import Diagnosis
-from gradcheck_suite.reference.large_batch import CannotJudgeError
+from gradcheck_suite.reference.large_batch import CannotJudgeError, Reference
 from gradcheck_suite.run.instance import Compute, Instance
 from gradcheck_suite.run.observer import same_tree
 from gradcheck_suite.run.optimizers import NEEDS_CLOSURE
@@ -273,7 +273,8 @@ def check(
     expect_loop(loop)
     if not isinstance(case, Case):
         raise UsageError(f"case is of type {type(case).__name__}: expected a gradcheck_suite.Case")
-    terms, problem = terms_of(loop, assumes, autocast), of_torch(loop, problem)
+    terms = terms_of(loop, assumes, autocast)
+    problem = of_torch(loop, problem)
 
     def run(instance: Instance) -> list[Outcome]:
         return [outcome] if outcome else run_ranks(loop, instance, time_limit_s=time_limit_s)
@@ -332,17 +333,8 @@ def check_run(
             return _refused(case, problem, refused)
 
         def judged(rank: int) -> Verdict:
-            outcome = outcomes[rank]
-            trajectory = Trajectory(case, outcome, terms.assumes, jax=terms.jax)
-            verdict = RunJudge(
-                reference, outcome, trajectory, runner(rank, outcome.alike), terms.autocast
-            ).verdict()
-            if verdict.violation or verdict.finding:
-                return verdict
-            schedules = SCHEDULES_MICRO_BATCHES in terms.assumes
-            return replace(
-                verdict, violation=step_calls_fault(case, outcome, rank, schedules=schedules)
-            )
+            again = runner(rank, outcomes[rank].alike)
+            return _judged_on_rank(reference, outcomes[rank], rank, terms, again)
 
         verdict = judge_ranks(case, outcomes, judged)
         found = verdict.violation
@@ -353,6 +345,19 @@ def check_run(
         return verdict
     except CannotJudgeError as error:
         return Verdict(case, skipped=str(error))
+
+
+def _judged_on_rank(
+    reference: Reference, outcome: Outcome, rank: int, terms: Terms, runner: LoopRunner | None
+) -> Verdict:
+    """Return the verdict on what one rank did."""
+    case = reference.instance.case
+    trajectory = Trajectory(case, outcome, terms.assumes, jax=terms.jax)
+    verdict = RunJudge(reference, outcome, trajectory, runner, terms.autocast).verdict()
+    if verdict.violation or verdict.finding:
+        return verdict
+    schedules = SCHEDULES_MICRO_BATCHES in terms.assumes
+    return replace(verdict, violation=step_calls_fault(case, outcome, rank, schedules=schedules))
 
 
 def _refused(case: Case, problem: Problem | None, why: str) -> Verdict:
