@@ -197,7 +197,8 @@ def verdict_matrix(records: Sequence[Record], most: int | None = None) -> Matrix
     """
     datas = [record.data for record in records]
     limited = most is not None
-    together = {data.get("loop") for data in datas} & {*JAX_MODES} if limited else set()
+    loops = {str(data.get("loop", "?")) for data in datas}
+    together = loops & {*JAX_MODES} if limited else set()
     of_jax = f"{counted(len(together), 'mode')} of JAX"
     rows = _worst_of_each_place(datas, together, of_jax)
     holding = {loop: all(map(_holds, row.values())) for loop, row in rows.items()}

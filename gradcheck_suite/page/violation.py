@@ -47,9 +47,9 @@ def weights_plot(weights: Sequence[Weight]) -> Spec:
     rows = []
     for weight in weights:
         for which, value in _numbers(weight).items():
-            row = {"micro-batch": micro_batch(weight), "which": which}
             # JSON has no infinity and no NaN, and no plot can show them
-            row["weight"] = value if math.isfinite(value) else None
+            shown = value if math.isfinite(value) else None
+            row = {"micro-batch": micro_batch(weight), "which": which, "weight": shown}
             rows.append({**row, "count": weight.count})
     bar = {
         "x": name("micro-batch", "micro-batch", axis={"labelAngle": 0}),
