@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradcheck_suite.core.case import Case, Input, Layer, Loss, Plan, ProblemSpec
 from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT, Loop, Problem, is_jax
+from gradcheck_suite.core.frames import Owner, owner_of
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.loops.ranks import is_counted
 from gradcheck_suite.run.instance import Instance, as_changed, instance_of, leaves
@@ -124,6 +125,7 @@ STILL_S = 1.5
 PAUSE_S = 0.25
 WAITING = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/", "/torch/_ops.py")
 """Places of torch in which a rank waits for the others."""
+_RUN = str(Path(__file__).parent)
 _FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
 
 
@@ -211,16 +213,20 @@ def _waits(stack: str) -> bool:
     return innermost is not None and any(place in innermost["file"] for place in WAITING)
 
 
+def _is_of_loop(file: str) -> bool:
+    # built-in loops are the suite's, too
+    runs = file.startswith(_RUN)
+    return not runs and owner_of(file) not in (Owner.TORCH, Owner.MACHINERY)
+
+
 def place_of(stack: str) -> str:
     """Return where a rank is, such as `all_reduce (my_loop.py, line 12)`."""
     frames = [match.groupdict() for match in _FRAME.finditer(stack)]
     if not frames:
         return "an unknown place"
-    foreign = ("/torch/", "/gradcheck_suite/run/", "<frozen")
-    own = next((f for f in frames if not any(mark in f["file"] for mark in foreign)), frames[-1])
-    inner = [
-        f for f in frames[: frames.index(own)] if "/torch/" in f["file"] and f["name"] != "wrapper"
-    ]
+    own = next((frame for frame in frames if _is_of_loop(frame["file"])), frames[-1])
+    before = frames[: frames.index(own)]
+    inner = [f for f in before if owner_of(f["file"]) is Owner.TORCH and f["name"] != "wrapper"]
     where = f"{Path(own['file']).name}, line {own['line']}"
     return f"{inner[-1]['name']} ({where})" if inner else where
 

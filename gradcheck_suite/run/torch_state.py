@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import gc
 import inspect
-import os
 import sys
-import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -27,14 +25,9 @@ import torch
 from torch.nn.modules import module as _modules
 from torch.optim import optimizer as _optimizers
 
+from gradcheck_suite.core.frames import is_users
 from gradcheck_suite.core.text import file_text
 
-INSTALLED = (
-    *(os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "purelib", "platlib")),
-    os.path.join(os.path.dirname(torch.__file__), ""),
-    "<",
-)
-"""How the names of files begin that are not the user's."""
 _SPACES = (
     "torch",
     "torch.nn",
@@ -116,7 +109,7 @@ def _place(value: Any) -> tuple[str, str]:
 
 def _is_users(value: Any) -> bool:
     file, _ = _place(value)
-    return bool(file) and not file.startswith(INSTALLED)
+    return bool(file) and is_users(file)
 
 
 def _name(owner: Any) -> str:
