@@ -30,8 +30,8 @@ from gradcheck_suite.run.instance import Instance, generated_instance, one_threa
 from gradcheck_suite.run.processes import end_with_parent
 from gradcheck_suite.run.ranks import forget_ahead, packed, run_ranks_ahead, unpacked
 from gradcheck_suite.run.runner import Outcome, run_loop
-from gradcheck_suite.verification.check import Terms, check_run
-from gradcheck_suite.verification.judge_process import NUMBER, Judge, running_judge
+from gradcheck_suite.verification.check import JudgingRules, check_run
+from gradcheck_suite.verification.judge_process import NUMBER, JudgeProcess, running_judge
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class Run:
     Attributes:
         case: what the loop was run on.
         outcome: what it did.
-        terms: what it is judged by.
+        rules: what it is judged by.
         evaluator: what evaluates JAX's derivatives.
     """
 
     case: Case
     outcome: Outcome
-    terms: Terms
+    rules: JudgingRules
     evaluator: str = NUMPY
 
 
@@ -83,11 +83,11 @@ def answer_to(run: Run) -> Answer:
     """Return the verdict on a run, or None where the parent has to judge it itself."""
 
     def runner(rank: int, alike: bool) -> LoopRunner:
-        return _WithoutLoop(_no_loop, assumes=run.terms.assumes, rank=rank, alike=alike)
+        return _WithoutLoop(_no_loop, assumes=run.rules.assumes, rank=rank, alike=alike)
 
     try:
         with evaluated_by(run.evaluator):
-            verdict = check_run(lambda _: [run.outcome], run.case, run.terms, runner)
+            verdict = check_run(lambda _: [run.outcome], run.case, run.rules, runner)
     except Exception:
         return None  # the parent meets it too, and reports it
     return None if verdict.violation or verdict.finding else verdict
@@ -189,7 +189,7 @@ SLOW_S = 0.1
 """Seconds of a run from which on only one is ahead: the judge waits for the loop then, and a fault ends the search."""
 
 
-class Ahead:
+class Prefetcher:
     """The cases of one loop that are prepared.
 
     Those that the loop has run on already are in the second process.
@@ -199,7 +199,7 @@ class Ahead:
         self,
         loop: Loop,
         problem: Problem | None,
-        terms: Terms,
+        rules: JudgingRules,
         time_limit_s: float | None,
         *,
         runs: bool,
@@ -209,17 +209,17 @@ class Ahead:
         Args:
             loop: the subject.
             problem: the user's problem that it trains, if any.
-            terms: what it is judged by.
+            rules: what it is judged by.
             time_limit_s: seconds after which it is stopped on one case.
             runs: whether it may run on a case whose turn has not come, if there is a second
                 process.
         """
         self._loop = loop
         self._problem = problem
-        self._terms = terms
+        self._rules = rules
         self._time_limit_s = time_limit_s
         self._waiting: deque[Case] = deque()
-        self._sent: deque[tuple[Judge, int, Case, Outcome]] = deque()
+        self._sent: deque[tuple[JudgeProcess, int, Case, Outcome]] = deque()
         self._runs = runs
         self._slow = False
 
@@ -238,14 +238,14 @@ class Ahead:
         while self._waiting and self._runs and not (self._slow and self._sent):
             self._run(judge, self._waiting.popleft())
 
-    def _run(self, judge: Judge, case: Case) -> None:
+    def _run(self, judge: JudgeProcess, case: Case) -> None:
         """Run the loop on a case, and send what it did to be judged."""
         began = time.perf_counter()
         try:
             outcome = run_loop(
                 self._loop, generated_instance(case), time_limit_s=self._time_limit_s
             )
-            message = packed(Run(case, outcome, self._terms, evaluator()))
+            message = packed(Run(case, outcome, self._rules, evaluator()))
         except Exception:
             # a case that cannot be built, or settings that no other process can have: told where
             # the turn comes

@@ -200,7 +200,7 @@ def _of_rank(
 
 
 @dataclass(frozen=True)
-class Terms:
+class JudgingRules:
     """What the runs of a loop are judged by.
 
     Attributes:
@@ -214,9 +214,9 @@ class Terms:
     jax: bool = False
 
 
-def terms_of(loop: Loop, assumes: Iterable[str] = (), autocast: str | None = None) -> Terms:
+def rules_of(loop: Loop, assumes: Iterable[str] = (), autocast: str | None = None) -> JudgingRules:
     """Return what a loop is judged by: what is assumed of it, and what it declares itself."""
-    return Terms(
+    return JudgingRules(
         frozenset(assumes) | assumptions_of(loop), autocast or autocast_of(loop), is_jax(loop)
     )
 
@@ -273,7 +273,7 @@ def check(
     expect_loop(loop)
     if not isinstance(case, Case):
         raise UsageError(f"case is of type {type(case).__name__}: expected a gradcheck_suite.Case")
-    terms = terms_of(loop, assumes, autocast)
+    rules = rules_of(loop, assumes, autocast)
     problem = of_torch(loop, problem)
 
     def run(instance: Instance) -> list[Outcome]:
@@ -286,19 +286,19 @@ def check(
             return None
         runners.append(
             LoopRunner(
-                loop, time_limit_s=time_limit_s, assumes=terms.assumes, rank=rank, alike=alike
+                loop, time_limit_s=time_limit_s, assumes=rules.assumes, rank=rank, alike=alike
             )
         )
         return runners[-1]
 
-    verdict = check_run(run, case, terms, runner, problem=problem, shrinking=shrinking)
+    verdict = check_run(run, case, rules, runner, problem=problem, shrinking=shrinking)
     return replace(verdict, runs=verdict.runs + sum(runner.runs for runner in runners))
 
 
 def check_run(
     run: Callable[[Instance], list[Outcome]],
     case: Case,
-    terms: Terms,
+    rules: JudgingRules,
     runner: Callable[[int, bool], LoopRunner | None],
     *,
     problem: Problem | None = None,
@@ -309,7 +309,7 @@ def check_run(
     Args:
         run: instance -> what the loop does with it on each rank.
         case: what it trains.
-        terms: what the loop is judged by.
+        rules: what the loop is judged by.
         runner: (rank, whether all ranks had the same gradients) -> runs the loop again for a
             diagnosis, or None.
         problem: as for `check`.
@@ -334,7 +334,7 @@ def check_run(
 
         def judged(rank: int) -> Verdict:
             again = runner(rank, outcomes[rank].alike)
-            return _judged_on_rank(reference, outcomes[rank], rank, terms, again)
+            return _judged_on_rank(reference, outcomes[rank], rank, rules, again)
 
         verdict = judge_ranks(case, outcomes, judged)
         found = verdict.violation
@@ -348,15 +348,19 @@ def check_run(
 
 
 def _judged_on_rank(
-    reference: Reference, outcome: Outcome, rank: int, terms: Terms, runner: LoopRunner | None
+    reference: Reference,
+    outcome: Outcome,
+    rank: int,
+    rules: JudgingRules,
+    runner: LoopRunner | None,
 ) -> Verdict:
     """Return the verdict on what one rank did."""
     case = reference.instance.case
-    trajectory = Trajectory(case, outcome, terms.assumes, jax=terms.jax)
-    verdict = RunJudge(reference, outcome, trajectory, runner, terms.autocast).verdict()
+    trajectory = Trajectory(case, outcome, rules.assumes, jax=rules.jax)
+    verdict = RunJudge(reference, outcome, trajectory, runner, rules.autocast).verdict()
     if verdict.violation or verdict.finding:
         return verdict
-    schedules = SCHEDULES_MICRO_BATCHES in terms.assumes
+    schedules = SCHEDULES_MICRO_BATCHES in rules.assumes
     return replace(verdict, violation=step_calls_fault(case, outcome, rank, schedules=schedules))
 
 

@@ -58,8 +58,8 @@ from gradcheck_suite.run.optimizers import NEEDS
 from gradcheck_suite.run.ranks import run_ranks
 from gradcheck_suite.strategies.cases import SMALL_MICRO_BATCHES, reductions_within, size_of
 from gradcheck_suite.strategies.drawing import ATTEMPTS, RedrawError, run_on_cases
-from gradcheck_suite.verification.ahead import Ahead
-from gradcheck_suite.verification.check import check, terms_of
+from gradcheck_suite.verification.ahead import Prefetcher
+from gradcheck_suite.verification.check import check, rules_of
 from gradcheck_suite.verification.separability import reference_of
 
 
@@ -602,12 +602,12 @@ class Search:
         self._progress = progress
         self._autocast = autocast
         self._assumes = assumes
-        terms = terms_of(loop, assumes, autocast)
+        rules = rules_of(loop, assumes, autocast)
         self._seconds = COMPILING_SECONDS if self._compiles else SHRINK_SECONDS
-        self.ahead = Ahead(
+        self.ahead = Prefetcher(
             loop,
             problem,
-            terms,
+            rules,
             options.time_limit_s,
             runs=not (self._finite_only or self._compiles),
         )
