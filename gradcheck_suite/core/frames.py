@@ -12,7 +12,6 @@ import re
 import sysconfig
 from enum import Enum, auto
 from functools import lru_cache
-from pathlib import Path
 
 
 class Owner(Enum):
@@ -34,16 +33,17 @@ class Owner(Enum):
 
 
 def _folder(package: str) -> str:
-    """Return the folder of an installed package, without importing it."""
+    """Return the folder of an installed package, without importing it, or what begins no name."""
     found = importlib.util.find_spec(package)
-    return os.path.dirname((found and found.origin) or f"<no {package}>") + os.sep
+    # the folder of no file would be "/", which begins every name
+    return os.path.join(os.path.dirname(found.origin), "") if found and found.origin else "\0"
 
 
 def _folders(*names: str) -> tuple[str, ...]:
     return tuple({sysconfig.get_path(name) + os.sep for name in names})
 
 
-_SUITE = str(Path(__file__).parents[1]) + os.sep
+_SUITE = _folder("gradcheck_suite")
 _TORCH = _folder("torch")
 _PACKAGES = _folders("purelib", "platlib")
 _PYTHON = _folders("stdlib", "platstdlib")
