@@ -15,15 +15,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pickle import PicklingError
 
 from gradcheck_suite.core.case import Case
 from gradcheck_suite.core.contract import Loop, Problem
 from gradcheck_suite.core.options import NUMPY
 from gradcheck_suite.core.results import Verdict
+from gradcheck_suite.errors import UsageError
 from gradcheck_suite.judge.reruns import LoopRunner
 from gradcheck_suite.reference import programs
 from gradcheck_suite.reference.evaluation import evaluated_by, evaluator
-from gradcheck_suite.reference.large_batch import REFERENCES
+from gradcheck_suite.reference.large_batch import REFERENCES, CannotJudgeError
 from gradcheck_suite.reference.programs import ProgramChecks
 from gradcheck_suite.run import environment
 from gradcheck_suite.run.instance import Instance, generated_instance, one_thread
@@ -88,8 +90,10 @@ def answer_to(run: Run) -> Answer:
     try:
         with evaluated_by(run.evaluator):
             verdict = check_run(lambda _: [run.outcome], run.case, run.rules, runner)
-    except Exception:
-        return None  # the parent meets it too, and reports it
+    except (NeedsLoopError, UsageError):
+        # the parent meets it too, and reports it. Another exception is a fault of the suite: it
+        # ends this process, and the parent meets it where it judges the run itself
+        return None
     return None if verdict.violation or verdict.finding else verdict
 
 
@@ -132,7 +136,7 @@ def _prepare(asked: Run | CheckPrograms) -> None:
     """Let other threads load or compile the programs of JAX that judge a run."""
     if isinstance(asked, Run):
         # a case that cannot be built is reported where its turn comes
-        with suppress(Exception), evaluated_by(asked.evaluator):
+        with suppress(CannotJudgeError, UsageError), evaluated_by(asked.evaluator):
             REFERENCES.prepare(asked.case)
 
 
@@ -245,11 +249,13 @@ class Prefetcher:
             outcome = run_loop(
                 self._loop, generated_instance(case), time_limit_s=self._time_limit_s
             )
+        except (CannotJudgeError, UsageError):
+            self._runs = False  # told where the case's turn comes
+            return
+        try:
             message = packed(Run(case, outcome, self._rules, evaluator()))
-        except Exception:
-            # a case that cannot be built, or settings that no other process can have: told where
-            # the turn comes
-            self._runs = False
+        except (AttributeError, PicklingError, TypeError):
+            self._runs = False  # a loop's optimizer has settings that no other process can have
             return
         self._slow = time.perf_counter() - began > SLOW_S
         # a run that failed may have taken the whole time limit, and so may the next one

@@ -38,7 +38,8 @@ class JudgeProcess:
         self._connection = self._child.connection
         self._socket = os.fstat(self._connection.fileno()).st_ino
         self._owner = os.getpid()
-        self.pid = self._number = 0
+        self.pid = 0
+        self._number = 0
         self._gone = False
 
     @property
