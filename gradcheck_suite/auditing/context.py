@@ -741,6 +741,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         """Return what was recorded since the last step."""
         events = self._events
         self._events = []
+        self._recorder.read(events)
         settle(events)
         for key, known in self._recorder.parameters.items():
             self._dtypes.setdefault(key, known.dtype)

@@ -61,9 +61,10 @@ from gradcheck_suite.auditing.terms import (
     joined_share,
     leaves_below,
     outside_of_calls,
+    read_numbers,
     used_at,
 )
-from gradcheck_suite.auditing.vectors import factor
+from gradcheck_suite.auditing.vectors import Vector, factor
 from gradcheck_suite.core.findings import Found, finding
 
 # What trainers are configured with, read off the stack at a step; no trainer is imported.
@@ -129,6 +130,7 @@ class Known:
         hooks: around those of the program on this parameter.
         raw: a sample of what arrived before the program's hooks, and some of its elements.
         ratio: by which these changed those elements in the last pass.
+        is_changed: whether they have changed anything so far.
         times: how often one of them was on it then.
     """
 
@@ -140,7 +142,36 @@ class Known:
     hooks: tuple[Any, Any] | None = None
     raw: tuple[Raw, torch.Tensor] | None = None
     ratio: torch.Tensor | None = None
+    is_changed: bool = False
     times: int = 0
+
+
+@dataclass(frozen=True)
+class HookedGradient:
+    """A gradient that hooks of the program's were called with.
+
+    Attributes:
+        key: of the parameter.
+        known: of it.
+        record: of the pass.
+        then: a sample of the gradient before the hooks.
+        now: the same after them.
+        alike: whether the factors of its elements are those of the last pass: 1 or 0.
+        times: how often one of the hooks is on the parameter.
+    """
+
+    key: int
+    known: Known
+    record: PassRecord
+    then: Raw
+    now: Raw
+    alike: torch.Tensor
+    times: int
+
+    @property
+    def raw(self) -> list[Raw]:
+        """What may lie on a device."""
+        return [self.then, self.now, self.alike]
 
 
 @dataclass
@@ -772,7 +803,8 @@ class Recorder:
             raise running.reader.error
         place = running.record.place
         numbers = Counter[tuple[str, ...]]()
-        for term in running.reader.terms():
+        running.record.unread = running.reader.measured()
+        for term in (found.term for found in running.record.unread):
             # what one line sends backward was made where it was made before; what another line
             # does, an expression of the same operations, may be another loss
             key = place, term.expression, numbers[term.expression]
@@ -789,6 +821,28 @@ class Recorder:
                 term.line = next(iter(known.losses))
                 term.divisions = frozenset(known.divisions)
             running.record.terms.append(term)
+
+    def read(self, events: Iterable[Event]) -> None:
+        """Read what was left on a device when the passes ended; waits for it."""
+        passes = [event for event in events if isinstance(event, PassRecord)]
+        self._read_numbers(passes)
+        self._read_hooks(passes)
+        for record in passes:
+            record.unread = []
+            record.unread_hooks = []
+
+    @_guarded(WEIGHTS)
+    def _read_numbers(self, passes: Sequence[PassRecord]) -> None:
+        read_numbers([found for record in passes for found in record.unread])
+
+    @_guarded(SUMS)
+    def _read_hooks(self, passes: Sequence[PassRecord]) -> None:
+        changes = [one for record in passes for one in record.unread_hooks]
+        if not changes:
+            return
+        values = samples.read([raw for one in changes for raw in one.raw])
+        for i, one in enumerate(changes):
+            self._judge_hook(one, *values[3 * i : 3 * i + 3])
 
     def _finish(self, running: Running) -> None:
         self.passes_seen += 1
@@ -862,14 +916,16 @@ class Recorder:
         """
         if running is None or running.outer is not None or running.record.accumulates:
             return
+        given = dict[int, torch.Tensor]()
         for parameter, gradient in zip(inputs, results or (), strict=False):
             known = isinstance(parameter, torch.nn.Parameter) or id(parameter) in self._keys
-            given = known and gradient is not None and not gradient.requires_grad
-            if given and not torch._C._functorch.is_functorch_wrapped_tensor(gradient):
-                key = self._watch(parameter)
-                running.record.arrivals[key] = BY_HAND
-                running.record.now[key] = samples.sample(gradient, whole=self._full())
-        if running.record.arrivals:
+            has_values = known and gradient is not None and not gradient.requires_grad
+            if has_values and not torch._C._functorch.is_functorch_wrapped_tensor(gradient):
+                given[self._watch(parameter)] = gradient
+        if given:
+            found, _ = samples.Together().taken([*given.values()], whole=self._full())
+            running.record.arrivals |= dict.fromkeys(given, BY_HAND)
+            running.record.now |= dict(zip(given, found, strict=True))
             self._finish(running)
 
     def running(self) -> Running | None:
@@ -1105,37 +1161,54 @@ class Recorder:
         """
         raw = known.raw
         known.raw = None
-        if raw is None or gradient is None or gradient.layout != torch.strided:
-            return
-        then, now = samples.read([raw[0], samples.sample(gradient.detach(), whole=True)])
-        last = known.ratio
-        unchanged = bool(np.array_equal(then, now, equal_nan=True))
-        if last is None and unchanged:
+        running = self.running()
+        if raw is None or gradient is None or gradient.layout != torch.strided or running is None:
             return
         # ratios of all elements, kept from pass to pass, would take the memory of the parameters
-        ratio = torch.where(raw[1] != 0, _some_of(gradient) / raw[1], torch.nan)
-        known.ratio = ratio
-        fixed = True
-        if last is not None and last.shape == ratio.shape:
-            both = ~(ratio.isnan() | last.isnan())
-            rounding = 1e-3 if ratio.element_size() > 2 else 2e-2
-            fixed = bool(torch.allclose(ratio[both], last[both], rtol=rounding))
-        if (fixed and unchanged) or (running := self.running()) is None:
-            return
-        record = running.record
-        record.hooked[key] = fixed
-        if _is_distributed():
-            record.raw[key] = then
+        last = known.ratio
+        known.ratio = torch.where(raw[1] != 0, _some_of(gradient) / raw[1], torch.nan)
+        now = samples.sample(gradient.detach(), whole=True)
         parameter = known.reference()
         hooks = () if parameter is None else (parameter._backward_hooks or {}).values()
         # of a lambda, each time that it is made is another object of the same code
         counts = Counter(id(getattr(h, "__code__", h)) for h in hooks)
-        last_times = known.times
-        known.times = max(counts.values(), default=0)
-        if 0 < last_times < known.times:
-            record.again.add(key)
+        one = HookedGradient(
+            key,
+            known,
+            running.record,
+            raw[0],
+            now,
+            _are_alike(known.ratio, last),
+            max(counts.values(), default=0),
+        )
+        if isinstance(one.then, np.ndarray) and isinstance(one.now, np.ndarray):
+            self._judge_hook(one, *samples.read(one.raw))
+        else:
+            running.record.unread_hooks.append(one)
+
+    def _judge_hook(self, one: HookedGradient, then: Vector, now: Vector, alike: Vector) -> None:
+        """Note by what the program's hooks have changed a gradient, if by anything so far.
+
+        Args:
+            one: the gradient.
+            then: a sample of it before the hooks.
+            now: the same after them.
+            alike: whether the factors are those of the last pass: 1 or 0.
+        """
+        unchanged = bool(np.array_equal(then, now, equal_nan=True))
+        fixed = bool(alike[0]) or not one.known.is_changed
+        if fixed and unchanged:
+            return
+        one.known.is_changed = True
+        record = one.record
+        record.hooked[one.key] = fixed
+        if _is_distributed():
+            record.raw[one.key] = then
+        if 0 < one.known.times < one.times:
+            record.again.add(one.key)
+        one.known.times = one.times
         if (found := factor(now, then, 1e-3)) is not None:
-            record.factors[key] = found
+            record.factors[one.key] = found
 
     def _forget_dead(self) -> None:
         dead = [
@@ -1206,9 +1279,12 @@ class Recorder:
 
     @_guarded(STEPS)
     def _idle_ends(self, step: StepRecord) -> None:
+        now = self._values(step.moved)
+        then = [step.moved[key] for key in now]
+        values = samples.read([*now.values(), *then])
         with np.errstate(invalid="ignore"):
-            for key, now in self._values(step.moved).items():
-                step.moved[key] = now - step.moved[key]
+            for i, key in enumerate(now):
+                step.moved[key] = values[i] - values[len(now) + i]
         self._receive(step)
 
     def _values(self, keys: Iterable[int]) -> dict[int, Raw]:
@@ -1360,6 +1436,17 @@ class Recorder:
             self._receive(step)
 
 
+def _are_alike(ratio: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
+    """Return whether factors of elements are those of the last pass, as a number where they lie."""
+    if last is None or last.shape != ratio.shape:
+        return ratio.new_ones(1)
+    rounding = 1e-3 if ratio.element_size() > 2 else 2e-2
+    # without a mask, which would wait for a device
+    unknown = ratio.isnan() | last.isnan()
+    alike = unknown | torch.isclose(ratio, last, rtol=rounding)
+    return alike.all().reshape(1).to(ratio.dtype)
+
+
 MOST_RATIOS = 1024
 """Elements of a gradient that tell by what hooks multiply it."""
 
@@ -1416,9 +1503,7 @@ def _groups_of_shards() -> dict[int, weakref.ref[Any]]:
 def _equal(one: Raw | None, other: Raw) -> bool:
     """Return whether two samples on a CPU are the same."""
     return (
-        not isinstance(one, torch.Tensor | None)
-        and not isinstance(other, torch.Tensor)
-        and list(one) == list(other)
+        isinstance(one, np.ndarray) and isinstance(other, np.ndarray) and list(one) == list(other)
     )
 
 
