@@ -25,7 +25,7 @@ from torch.autograd.function import BackwardCFunction
 from gradcheck_suite.auditing.loss_terms import Term
 from gradcheck_suite.auditing.modes import Apart
 from gradcheck_suite.auditing.places import in_trace
-from gradcheck_suite.auditing.samples import read
+from gradcheck_suite.auditing.samples import Raw, is_on_device, read
 from gradcheck_suite.auditing.vectors import Vector
 
 COARSE = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -348,7 +348,7 @@ class _Found:
     sampled: bool = False
     seen: dict[str, torch.Tensor] = field(default_factory=dict)
     is_given: bool = False
-    measured: dict[str, torch.Tensor] = field(default_factory=dict)
+    measured: dict[str, Raw] = field(default_factory=dict)
 
     def measure(self) -> None:
         """Keep a few numbers of what the hooks saw, once the backward has run.
@@ -371,9 +371,11 @@ class _Found:
         if arrived.dtype in COARSE:
             self.term.tolerance = ROUNDINGS * COARSE[arrived.dtype]
         self.is_given = arrived.numel() != 1
-        found[ARRIVED] = _Weights.measured(arrived) if self.is_given else arrived
+        if not self.is_given:
+            found[ARRIVED] = arrived
         for name, value in seen.items():
-            found[name] = MEASURES[name](value) if name in MEASURES else value
+            if name not in MEASURES:
+                found[name] = value
         # the program may declare a count that lies on a device
         counts: Mapping[str, Any] = self.term.counts
         for name, count in counts.items():
@@ -383,11 +385,11 @@ class _Found:
             found[ABOVE.format(i)] = one.value
         for i, (_, number) in enumerate(self.numbers_below):
             found[BELOW.format(i)] = number
-        # copies: the program may write to what it has multiplied the loss by
-        self.measured = {
-            name: value.detach().reshape(-1).to(torch.float64, copy=True)
-            for name, value in found.items()
-        }
+        self.measured = {name: _copied(value) for name, value in found.items()}
+        if self.is_given:
+            self.measured[ARRIVED] = _Weights.measured(arrived)
+        for name in MEASURES.keys() & seen.keys():
+            self.measured[name] = MEASURES[name](seen[name])
 
     def numbers(self, read: Mapping[str, Vector]) -> None:
         """Complete the term by the numbers that were measured.
@@ -412,7 +414,7 @@ class _Found:
             weight = weight / own if own else float("nan")
         self._note_factors(read)
         if "items" in read:
-            self._weigh_items(_Weights(*read["items"].tolist()), weight)
+            self._weigh_items(_Weights.of(read["items"]), weight)
         term.weight = weight
         self._go_deeper(weight)
 
@@ -420,7 +422,7 @@ class _Found:
         """Return the one weight that has arrived at the reduction."""
         if not self.is_given:
             return float(arrived[0])
-        given = _Weights(*arrived.tolist())
+        given = _Weights.of(arrived)
         self.term.counts["nonzero"] = given.number
         if given.smallest < given.largest * (1 - self.term.tolerance):
             # as of representations that are computed once more, by chunks: it came back through
@@ -484,6 +486,13 @@ class _Found:
             self.term.deeper = *self.term.deeper, (weight / divisor, number)
 
 
+def _copied(number: torch.Tensor) -> Raw:
+    """Return a copy of a number: the program may write to what it has multiplied a loss by."""
+    if not is_on_device(number):
+        return np.array([float(number)])
+    return number.detach().reshape(1).to(torch.float64, copy=True)
+
+
 PendingTerm = _Found
 """A term whose numbers may still lie on a device."""
 
@@ -522,18 +531,22 @@ class _Weights:
         size = gradient.detach().abs().double().flatten()
         if not size.numel():
             return size.new_zeros(4)
+        # without a mask, which would wait for a device
         some = size > 0
-        number = some.sum().double()
         smallest = torch.where(some, size, torch.inf).min()
-        # without a loop or a mask, either of which would wait for a device
-        smallest = torch.where(number > 0, smallest, 0.0)
-        return torch.stack([number, size.sum(), size.max(), smallest])
+        return torch.stack([some.sum(dtype=torch.float64), size.sum(), size.max(), smallest])
+
+    @staticmethod
+    def of(read: Vector) -> _Weights:
+        """Return the four numbers, once they were read."""
+        number, total, largest, smallest = read.tolist()
+        return _Weights(number, total, largest, smallest if number else 0.0)
 
 
 def _rows_with_weight(rows: torch.Tensor) -> torch.Tensor:
     """Return how many rows of a gradient are not 0."""
     by_row = rows.reshape(-1, rows.shape[-1]) if rows.dim() == 2 else rows.flatten(1)
-    return (by_row != 0).any(1).sum()
+    return (by_row != 0).any(1).sum(dtype=torch.float64).reshape(1)
 
 
 MEASURES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
