@@ -7,7 +7,7 @@ ones first.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, combinations, groupby, islice
 from typing import Any
@@ -67,12 +67,32 @@ def usual(search: Search, place: int) -> Iterator[Hypothesis]:
             if len(alike) > 1:
                 yield replace(hypothesis, changes=dict.fromkeys(alike, hypothesis.changes[place]))
         yield replace(hypothesis, cause=named)
-    # the kernel of an embedding bag checks no offsets; what sorts the indices of `index` says more
-    # than their order
-    for i, ref in (
-        search.positions(place) if not re.search("embedding_bag|^index$", call.name) else ()
-    ):
-        if not (value := run.get(ref)).is_floating_point():
+    if not re.search(NO_INDEX, call.name) and not _is_divisor(search, place):
+        yield from _other_indices(search, place)
+
+
+NO_INDEX = "embedding_bag|^index$|^div_?$"
+"""Operations whose whole numbers are not moved: the kernel of an embedding bag checks no offsets, what sorts the indices
+of `index` says more than their order, and a divisor is a count."""
+
+
+def _is_divisor(search: Search, index: int) -> bool:
+    """Return whether a result has whole numbers by which something is divided, and does nothing
+    else.
+    """
+    out = search.matching.run.seen[index][0]
+    readers = search.program.readers.get(Ref(index, 0), [])
+    if not isinstance(out, torch.Tensor) or out.is_floating_point() or not readers:
+        return False
+    calls = search.program.calls
+    return all(calls[i].name.startswith("div") or _is_divisor(search, i) for i in readers)
+
+
+def _other_indices(search: Search, place: int) -> Iterator[Hypothesis]:
+    """Yield that masks and indices which a call reads are inverted, moved or left out."""
+    for i, ref in search.positions(place):
+        value = search.matching.run.get(ref)
+        if not value.is_floating_point():
             for cause, words, function in transforms(value):
                 named = (
                     _OTHERS.get(cause, cause)
@@ -466,12 +486,13 @@ def _is_count(search: Search, ref: Ref) -> bool:
     """Return whether a tensor has positions or other whole numbers that depend on no parameter and
     no input.
     """
+    return _is_constant(search, ref) and _is_whole(search, ref)
+
+
+def _is_whole(search: Search, ref: Ref) -> bool:
+    """Return whether a tensor has whole numbers alone, of whatever dtype."""
     value = search.matching.run.get(ref)
-    if (
-        not isinstance(value, torch.Tensor)
-        or value.dtype == torch.bool
-        or not _is_constant(search, ref)
-    ):
+    if not isinstance(value, torch.Tensor) or value.dtype == torch.bool or value.is_complex():
         return False
     return bool((value.double() == value.double().round()).all())
 
@@ -594,6 +615,137 @@ def _between(search: Search, ref: Ref, other: Ref) -> list[int]:
     return near if any(other in calls[i].refs for i in near) and len(near) <= 6 else []
 
 
+def starts(search: Search, place: int) -> Iterator[Hypothesis]:
+    """Yield that a recurrence starts elsewhere: an average at its first value for at zero, or at
+    zero for at its first value.
+    """
+    calls = search.program.calls
+    run = search.matching.run
+    name, *own = calls[place].name, calls[place].where, calls[place].path
+    line = {i for i, c in enumerate(calls) if [c.where, c.path] == own}
+    if not own[0] or sum(calls[i].name == name for i in line) < 2:
+        return  # no line that is run again and again
+    step = [place, *walked([place], lambda i: _readers_in(search, i, line), 4)]
+    ends = [i for i in step if calls[i].name.rstrip("_") == "add"][:1]
+    body = [*step, *search.read_by(ends, 4, line.__contains__)]
+    read = list(dict.fromkeys(r for i in body for r in calls[i].refs))
+    shape = run.shape(place)
+    for ref in (r for r in read if r.kind not in line and run.get(r).shape == shape):
+        alike = [r for r in read if r != ref and run.get(r).shape == shape]
+        for first in (r for r in alike if _is_moved(search, r)):
+            if not run.get(ref).any():
+                yield _started_at_first(search, ref, first, line)
+            elif ends and isinstance(ref.kind, int):
+                yield _started_at_zero(search, ref, first, ends[0])
+
+
+def _readers_in(search: Search, index: int, inside: Collection[int]) -> list[int]:
+    return [i for i in search.program.readers.get(Ref(index, 0), []) if i in inside]
+
+
+def _is_moved(search: Search, ref: Ref) -> bool:
+    """Return whether a tensor is given, or a part of another one."""
+    return not isinstance(ref.kind, int) or search.matching.status[ref.kind] is None
+
+
+def _ahead(
+    search: Search, end: int, now: int, instead: Mapping[Ref, Any], get: Callable[[Any], Any]
+) -> Any:
+    """Return the result of a call before its turn, with other tensors in place of some.
+
+    Args:
+        search: of the program.
+        end: index of the call.
+        now: that of the call which is run: the results of later ones are computed for this.
+        instead: the tensors that are others.
+        get: of the run.
+    """
+    calls = search.program.calls
+    later = {i for i in (end, *search.read_by([end], len(calls))) if i >= now}
+    given = {ref.kind for ref in instead}
+    return recomputed(
+        search.program,
+        end,
+        later - given,
+        lambda ref: instead[ref] if ref in instead else get(ref),
+        {},
+    )[0]
+
+
+def _started_at_first(
+    search: Search, start: Ref, first: Ref, line: Collection[int]
+) -> Hypothesis:
+    """Return that a recurrence starts at its first value where torch starts at zero."""
+    readers = [i for i in search.program.readers[start] if i in line]
+
+    def begun(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
+        if isinstance(first.kind, int):
+            value = _ahead(search, first.kind, min(readers), {}, get)
+        else:
+            value = get(first)
+        own = lambda ref: value if ref == start else get(ref)  # noqa: E731 - one use
+        return call.op(*fill(call.args, own), **fill(call.kwargs, own))
+
+    words = "a recurrence that starts at its first value, not at zero"
+    return Hypothesis("initial-accumulator", words, dict.fromkeys(readers, begun))
+
+
+def _started_at_zero(search: Search, start: Ref, value: Ref, end: int) -> Hypothesis:
+    """Return that a recurrence starts at zero, one step before the value at which torch starts."""
+    made_by = int(start.kind)
+
+    def stepped(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
+        outs = flat(call.op(*args, **kwargs))
+        before = outs[start.index]
+        instead = {start: torch.zeros_like(before), value: before}
+        outs[start.index] = _ahead(search, end, made_by + 1, instead, get)
+        return outs
+
+    words = "a recurrence that starts at zero, not at its first value"
+    return Hypothesis("initial-accumulator", words, {made_by: stepped}, at=end)
+
+
+def gathered(search: Search, place: int) -> Iterator[Hypothesis]:
+    """Yield that an operand which is one of several results, such as the last state of a sequence,
+    is their mean, their maximum or another one of them.
+    """
+    shape = search.matching.run.shape
+    for i, ref in search.positions(place):
+        for source in search.matching.sources(ref):
+            for parts in _joined_with(search, source, place):
+                if len(parts) > 1 and len({shape(int(r.kind)) for r in parts}) == 1:
+                    for words, reduce in GATHERINGS.items():
+                        said = f"{words} over all steps for {_named(search, ref)}"
+                        change = {place: _gathering(i, parts, reduce)}
+                        yield Hypothesis("reduction", said, change)
+
+
+GATHERINGS: dict[str, Callable[[Any], Any]] = {
+    "the mean": lambda v: v.mean(0),
+    "the maximum": lambda v: v.amax(0),
+    "the sum": lambda v: v.sum(0),
+}
+"""What is made of the results of all steps, of a tensor that has the steps in front."""
+
+
+def _joined_with(search: Search, source: Ref, place: int) -> Iterator[list[Ref]]:
+    """Yield the results that are joined with one before a place: the states of all steps."""
+    calls = search.program.calls
+    for k in search.program.readers.get(source, []):
+        if calls[k].name in ("stack", "cat") and k < place:
+            parts = calls[k].args[0]
+            if all(isinstance(r, Ref) and isinstance(r.kind, int) for r in parts):
+                yield parts
+
+
+def _gathering(position: int, parts: Sequence[Ref], reduce: Callable[[Any], Any]) -> Change:
+    def change(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
+        put = reduce(torch.stack([get(r) for r in parts]))
+        return of_operand(position, lambda v: put.reshape(v.shape))(call, args, kwargs, get)
+
+    return change
+
+
 def exchanged_slices(search: Search, place: int) -> Iterator[Hypothesis]:
     """Yield the exchange of a slice of a tensor with another slice of it, among what the operands
     are moved from.
@@ -677,6 +829,8 @@ def _transformed_as(search: Search, place: int, ref: Ref, cause: str) -> str:
     name = call.name.rstrip("_")
     if cause == "extra-norm" and name == "pow" and call.args[1] == 2:
         return "layer-for-rms-norm"
+    if cause == "unit-offset" and name == "div" and call.args[1] == ref and _is_whole(search, ref):
+        return "count"
     if cause == "unit-offset" and _is_count(search, ref):
         return "index-offset"
     if cause == "zeros" and name in ("add", "sub"):
@@ -1087,6 +1241,7 @@ def _with_others(
 FAMILIES: tuple[tuple[Family, str], ...] = (
     (smoothings, "region"),
     (reset_gates, "region"),
+    (starts, "order"),
     (usual, "order"),
     (chosen_before, "order"),
     (chosen_before, "last"),
@@ -1101,6 +1256,7 @@ FAMILIES: tuple[tuple[Family, str], ...] = (
     (bases, "first"),
     (constants, "order"),
     (exchanged_slices, "order"),
+    (gathered, "order"),
     (other_values, "order"),
     (chosen_of_others, "order"),
     (together, "first"),

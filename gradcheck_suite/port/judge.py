@@ -46,7 +46,7 @@ from gradcheck_suite.port.precision import precision_findings
 from gradcheck_suite.port.result import Kind, MapRow, PortFinding, PortResult
 from gradcheck_suite.port.running_statistics import statistic_faults
 from gradcheck_suite.port.search import Found, Repairs, Search
-from gradcheck_suite.port.sides import Point, Sides
+from gradcheck_suite.port.sides import Point, Sides, exchanged
 from gradcheck_suite.port.sizes import expect_sizes
 from gradcheck_suite.port.torch_program import LOSS, Call, Change, Ref, TorchRun, fill, flat
 from gradcheck_suite.port.updates import STEP, Updates
@@ -409,9 +409,11 @@ class Judge:
 
     def _explain(self, point: Point, loss: bool, off: float) -> bool:
         """Add a finding; return whether it is repaired."""
+        numbers: dict[str, Any] = {"error": off, "allowed": self.sides.bounds(point).outputs}
+        if not loss and not self.repairs.changes and self._are_outputs_exchanged(point, numbers):
+            return True
         search, ends, first, found = self._searched(point, loss)
         matching = search.matching
-        numbers: dict[str, Any] = {"error": off, "allowed": self.sides.bounds(point).outputs}
         after = ""
         if point is not self.sides.given:
             self.smallest = point.words or described(point)
@@ -430,6 +432,23 @@ class Judge:
         if not first or all(_has_same_numbers(mine, other) for mine, other in outs):
             return self._elsewhere(matching, ends, numbers, after)
         return self._unknown(search, first[0], numbers, after)
+
+    def _are_outputs_exchanged(self, point: Point, numbers: Mapping[str, Any]) -> bool:
+        """Return whether the port has torch's outputs at each other's places or names, which is
+        added as a finding, and is put right.
+        """
+        sides = self.sides
+        mine = self._run(point).outs
+        order = exchanged(mine, sides.jax_run(point).outs, sides.bounds(point).outputs)
+        if order is None:
+            return False
+        names = sides.output_names()
+        moved = [i for i, k in enumerate(order) if i != k]
+        listed = " and ".join(names[i] for i in moved)
+        words = f"expected the outputs {listed}, observed each other's numbers under these names"
+        self._add("forward", "", "swapped-outputs", words, **numbers)
+        sides.exchange_outputs(order)
+        return True
 
     def _elsewhere(
         self, matching: Matching, ends: list[Ref], numbers: Mapping[str, Any], after: str

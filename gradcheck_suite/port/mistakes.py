@@ -1143,7 +1143,8 @@ def mistakes(
     """Yield the usual mistakes with one operation, by the table and by its numbers."""
     given = Given(call, args, kwargs)
     yield from _other_numbers(index, call, given)
-    for row in _fitting(call.name, is_activation(call)):
+    activates = is_activation(call) and isinstance(out, torch.Tensor) and out.is_floating_point()
+    for row in _fitting(call.name, activates):
         for value in _each_value(row.values, given, out):
             change = in_place_of(lambda a, f=row.value, v=value: f(a, v))
             # a tensor in words is of many lines
@@ -1186,6 +1187,10 @@ def _other_numbers(index: int, call: Call, given: Given) -> Iterator[Hypothesis]
         )
         bases = BASES if abs(value) >= 50 else ()
         cause = "eps" if tiny else "scale" if name in ("mul", "div") else "constant"
+        if name.startswith("clamp") and not tiny:
+            free = -math.inf if argument == "min" else math.inf
+            change = in_place_of(lambda a, n=argument, v=free: a.out(**{n: v}))
+            yield Hypothesis("missing-operation", f"no limit at {value:g}", {index: change})
         # of what keeps a denominator from zero only such values are usual: a larger limit may do
         # the same at one input
         for other in EPS if tiny else (*bases, *near, *_NUMBERS):

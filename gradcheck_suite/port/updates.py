@@ -223,6 +223,7 @@ _VALUES: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("nesterov", "nesterov", (True, False)),
     ("centered", "centered", (True, False)),
     ("decay-of-squares", "alpha", (0.9, 0.99, 0.95, 0.999)),
+    ("decay-of-squares", "rho", (0.9, 0.95, 0.99, 0.999)),
     ("decoupled-decay", "decoupled_weight_decay", (True, False)),
     ("dampening", "dampening", (0.0, 0.1, 0.5, 0.9)),
     ("sign", "maximize", (True, False)),
