@@ -245,7 +245,7 @@ def _left_out(search: Search, index: int) -> Iterator[Hypothesis]:
             made.shape,
             made.dtype,
         ):
-            words = f"without {call.name.strip('_')}"
+            words = f"without {call.label}"
             cause = missing(call, i)
             if (
                 call.name.startswith("div")
@@ -672,9 +672,7 @@ def _ahead(
     )[0]
 
 
-def _started_at_first(
-    search: Search, start: Ref, first: Ref, line: Collection[int]
-) -> Hypothesis:
+def _started_at_first(search: Search, start: Ref, first: Ref, line: Collection[int]) -> Hypothesis:
     """Return that a recurrence starts at its first value where torch starts at zero."""
     readers = [i for i in search.program.readers[start] if i in line]
 
@@ -1175,12 +1173,10 @@ def swapped_blocks(search: Search, place: int) -> Iterator[Hypothesis]:
             if not calls[end].mutates and calls[end].path != LOSS:
                 first = calls[block[0]]
                 second = calls[end]
-                named = first.path if len(block) > 1 else first.name.strip("_")
+                named = first.path if len(block) > 1 else first.label
                 cause = "eps-place" if _adds_little(second) and "sqrt" in first.name else "order"
                 change = _exchanged(program, whole[0], Ref(block[-1], 0), end)
-                yield Hypothesis(
-                    cause, f"{second.name.strip('_')} before {named}", {end: change}, at=place
-                )
+                yield Hypothesis(cause, f"{second.label} before {named}", {end: change}, at=place)
 
 
 def _exchanged(program: TorchProgram, before: Ref, after: Ref, end: int) -> Change:
@@ -1306,7 +1302,7 @@ def reordered(search: Search, ends: list[Ref]) -> Found | None:
 
 def _named(search: Search, ref: Ref) -> str:
     if isinstance(ref.kind, int):
-        return f"the result of {search.program.calls[ref.kind].name.strip('_')}"
+        return f"the result of {search.program.calls[ref.kind].label}"
     if ref.kind == "constant":
         return "a constant tensor"
     return str(ref.index) if ref.kind == "state" else f"{ref.kind} {ref.index}"

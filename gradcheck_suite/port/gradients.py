@@ -262,11 +262,11 @@ def _at_call(program: TorchProgram, run: TorchRun, index: int) -> Iterator[Hypot
     for ref in call.refs:
         at = _producer(program, run, ref, index)
         own = input_name(int(ref.index)) if ref.kind == "input" else str(ref.index)
-        what = program.calls[at].name.strip("_") if at != index else own
+        what = program.calls[at].label if at != index else own
         yield Hypothesis(
             "stop-gradient", f"no gradient through {what}", {index: _stopped(call, ref)}, at=at
         )
-    words = f"no gradient through {call.name.strip('_')}"
+    words = f"no gradient through {call.label}"
     yield Hypothesis("stop-gradient", words, {index: of_result(lambda v: v.detach())}, at=index)
     for factor in FACTORS:
         for i, _ in refs:

@@ -804,8 +804,7 @@ def _has_same_numbers(expected: Any, observed: Array) -> bool:
 
 
 def _named(call: Call) -> str:
-    name = call.name.strip("_").removeprefix("native_")
-    return f"{name} as at {call.where}" if call.where else name
+    return f"{call.label} as at {call.where}" if call.where else call.label
 
 
 def _shown(expected: Any, observed: Array | None) -> str:

@@ -192,7 +192,9 @@ def other_orders(repairs: Repairs, program: TorchProgram, run: TorchRun) -> Iter
     free = [
         i
         for i in sorted(program.needed)
-        if calls[i].name in ("topk", "sort") and not _is_stable(calls[i]) and any(_ties(calls[i], run))
+        if calls[i].name in ("topk", "sort")
+        and not _is_stable(calls[i])
+        and any(_ties(calls[i], run))
     ]
     for first in (True, False):
         changes = dict.fromkeys(free, _ordered(first=first))
