@@ -58,9 +58,11 @@ def usual(search: Search, place: int) -> Iterator[Hypothesis]:
     args, kwargs = fill((call.args, call.kwargs), run.get)
     counted = any(_is_count(search, ref) for _, ref in search.positions(place))
     for hypothesis in mistakes(place, call, args, kwargs, run.seen[place][0]):
-        named = (
-            "index-offset" if counted and hypothesis.cause == "unit-offset" else hypothesis.cause
-        )
+        named = hypothesis.cause
+        if counted and named == "unit-offset":
+            named = "index-offset"
+        elif named == "constant" and call.name.startswith("clamp") and _divides(search, place):
+            named = "count"
         if named == "axis":  # a mean and a deviation of one tensor go over the same axes
             beside = _readers_of_a_line(search, place, next(r for _, r in search.positions(place)))
             alike = [i for i in beside if re.fullmatch(REDUCING, search.program.calls[i].name)]
@@ -72,8 +74,21 @@ def usual(search: Search, place: int) -> Iterator[Hypothesis]:
 
 
 NO_INDEX = "embedding_bag|^index$|^div_?$"
-"""Operations whose whole numbers are not moved: the kernel of an embedding bag checks no offsets, what sorts the indices
-of `index` says more than their order, and a divisor is a count."""
+"""Operations whose whole numbers are not moved: the kernel of an embedding bag checks no offsets,
+what sorts the indices of `index` says more than their order, and a divisor is a count."""
+
+
+def _divides(search: Search, index: int) -> bool:
+    """Return whether a result is what something is divided by, also after it is moved."""
+    readers = search.program.readers.get(Ref(index, 0), [])
+    calls = search.program.calls
+    status = search.matching.status
+    return bool(readers) and all(
+        calls[i].args[1:2] == (Ref(index, 0),)
+        if calls[i].name.startswith("div")
+        else status[i] is None and _divides(search, i)
+        for i in readers
+    )
 
 
 def _is_divisor(search: Search, index: int) -> bool:
@@ -124,6 +139,37 @@ def chosen_before(search: Search, place: int) -> Iterator[Hypothesis]:
             path = str(parameter.index).rpartition(".")[0]
             hypothesis = replace(hypothesis, cause="weight-transposed", kind="load", path=path)
         yield hypothesis
+
+
+def beyond_a_table(search: Search, place: int) -> Iterator[Hypothesis]:
+    """Yield that an index is not limited before a table: JAX counts a negative one from the end,
+    and takes the last row for one that is too large.
+    """
+    program = search.program
+    call = program.calls[place]
+    if call.name not in ("embedding", "index_select", "index"):
+        return
+    index = next((r for _, r in search.positions(place) if _is_index(search, r)), None)
+    for limit in _choosing(search, place, 6):
+        if index is not None and program.calls[limit].name.startswith("clamp"):
+            free = {Ref(limit, 0): program.calls[limit].args[0]}
+
+            def read(c: Call, a: Any, k: Any, get: Any, free: Any = free) -> Any:
+                own = {ref: get(source) for ref, source in free.items()}
+                rows = get(c.args[0])
+                at = _with_others(program, index.kind, own, get)
+                at = torch.where(at < 0, at + len(rows), at).clamp(0, len(rows) - 1)
+                return [rows[at]]
+
+            words = f"no {program.calls[limit].label}: an index that is out of the table is"
+            words += " counted from its end, or is the last"
+            yield Hypothesis("missing-operation", words, {place: read}, at=limit)
+
+
+def _is_index(search: Search, ref: Ref) -> bool:
+    value = search.matching.run.get(ref)
+    whole = isinstance(value, torch.Tensor) and value.dtype in (torch.int32, torch.int64)
+    return whole and isinstance(ref.kind, int)
 
 
 def further(search: Search, place: int) -> Iterator[Hypothesis]:
@@ -677,10 +723,8 @@ def _started_at_first(search: Search, start: Ref, first: Ref, line: Collection[i
     readers = [i for i in search.program.readers[start] if i in line]
 
     def begun(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
-        if isinstance(first.kind, int):
-            value = _ahead(search, first.kind, min(readers), {}, get)
-        else:
-            value = get(first)
+        is_given = not isinstance(first.kind, int)
+        value = get(first) if is_given else _ahead(search, first.kind, min(readers), {}, get)
         own = lambda ref: value if ref == start else get(ref)  # noqa: E731 - one use
         return call.op(*fill(call.args, own), **fill(call.kwargs, own))
 
@@ -937,7 +981,7 @@ def undone(search: Search, place: int) -> Iterator[Hypothesis]:
                 return of_operand(i, lambda v: put.reshape(v.shape))(c, a, k, get)
 
             words = f"{_named(search, start)} moved the other way (the inverse permutation)"
-            yield Hypothesis("permuted", words, {place: inverse})
+            yield Hypothesis("permuted", words, {place: inverse}, at=ref.kind)
 
 
 def _sources_transformed(
@@ -1239,6 +1283,7 @@ FAMILIES: tuple[tuple[Family, str], ...] = (
     (reset_gates, "region"),
     (starts, "order"),
     (usual, "order"),
+    (beyond_a_table, "order"),
     (chosen_before, "order"),
     (chosen_before, "last"),
     (weights, "order"),

@@ -428,9 +428,9 @@ class Judge:
             words = "expected no random numbers in evaluation, observed the port drawing some"
             self._add("forward", names[0] if names else "", "dropout-active", words, **numbers)
             return False
-        outs = zip(matching.run.outs, matching.side.outs, strict=False)
-        if not first or all(_has_same_numbers(mine, other) for mine, other in outs):
-            return self._elsewhere(matching, ends, numbers, after)
+        if not first or (not loss and _has_same_outputs(matching)):
+            is_reordered = not loss and _has_same_outputs(matching)
+            return self._elsewhere(matching, ends, numbers, after, is_reordered=is_reordered)
         return self._unknown(search, first[0], numbers, after)
 
     def _are_outputs_exchanged(self, point: Point, numbers: Mapping[str, Any]) -> bool:
@@ -451,19 +451,23 @@ class Judge:
         return True
 
     def _elsewhere(
-        self, matching: Matching, ends: list[Ref], numbers: Mapping[str, Any], after: str
+        self,
+        matching: Matching,
+        ends: list[Ref],
+        numbers: Mapping[str, Any],
+        after: str,
+        *,
+        is_reordered: bool,
     ) -> bool:
         """Add a finding of outputs that differ though no result of torch is lost; return False."""
         program = matching.program
-        side = matching.side
         call = next((program.calls[e.kind] for e in ends if isinstance(e.kind, int)), None)
-        differ = nonfinite(matching.run.outs, side.outs)
-        pairs = zip(matching.run.outs, side.outs, strict=False)
-        if not differ and all(_has_same_numbers(mine, other) for mine, other in pairs):
+        differ = nonfinite(matching.run.outs, matching.side.outs)
+        cause = "unknown"
+        if is_reordered and not differ:
             cause = "order-of-elements"
             words = "expected torch's output, observed its numbers in another order"
         else:
-            cause = "unknown"
             wanted = _named(call) if call is not None else "torch's output"
             words = f"expected {wanted}, observed other numbers{f': {differ}' if differ else ''}"
         place = call.path if call is not None else ""
@@ -801,6 +805,11 @@ def _has_same_numbers(expected: Any, observed: Array) -> bool:
     wanted = np.sort(array(expected).reshape(-1))
     found = np.sort(array(observed).reshape(-1))
     return wanted.shape == found.shape and error(found, wanted) <= SAME
+
+
+def _has_same_outputs(matching: Matching) -> bool:
+    pairs = zip(matching.run.outs, matching.side.outs, strict=False)
+    return all(_has_same_numbers(mine, other) for mine, other in pairs)
 
 
 def _named(call: Call) -> str:
