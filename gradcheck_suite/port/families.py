@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from gradcheck_suite.port.changes import Given, Hypothesis, of_operand, of_result, other_operand
+from gradcheck_suite.port.explanation import Explanation, best_explanation
 from gradcheck_suite.port.matching import array
 from gradcheck_suite.port.mistakes import (
     BASES,
@@ -1317,32 +1318,37 @@ def reordered(search: Search, ends: list[Ref]) -> Found | None:
     before = search.test(0, Hypothesis("", ""))
     if before is None:
         return None
-    best: Found | None = None
+
+    def tried(hypothesis: Hypothesis) -> Explanation[Found] | None:
+        found = search.test(min(hypothesis.changes, default=0), hypothesis)
+        if found is None:
+            return None
+        return Explanation(found, found.error <= search.close, -found.error)
+
+    def explains_half(hypothesis: Hypothesis) -> Explanation[Found] | None:
+        found = tried(hypothesis)
+        return found if found and found.value.error < 0.5 * before.error else None
+
+    def explains_all(hypothesis: Hypothesis) -> Explanation[Found] | None:
+        found = tried(hypothesis)
+        return found if found and found.is_whole else None
+
     last = [e.kind for e in ends if isinstance(e.kind, int)]
-    moved = [*last, *search.read_by(last, 6, lambda i: search.matching.status[i] is None)]
-    for hypothesis in (h for i in moved for h in usual(search, i)):
-        found = (
-            search.test(next(iter(hypothesis.changes)), hypothesis)
-            if search.budget.spend()
-            else None
-        )
-        if found is not None and found.error < min(0.5 * before.error, best.error if best else 1.0):
-            best = found
-            if best.error <= search.close:
-                return best
-    best = None if search.budget.stopped else best
-    for end in ends if best is None else ():
+    moving = search.read_by(last, 6, lambda i: search.matching.status[i] is None)
+    mistaken = chain.from_iterable(usual(search, i) for i in (*last, *moving))
+    best = best_explanation(mistaken, explains_half, search.budget)
+    if best is None or (search.budget.stopped and not best.is_whole):
+        best = best_explanation(_other_orders(search, ends), explains_all, search.budget)
+    return None if best is None else best.value
+
+
+def _other_orders(search: Search, ends: list[Ref]) -> Iterator[Hypothesis]:
+    """Yield other orders of outputs, and of what they are moved from."""
+    for end in ends:
         for source in dict.fromkeys([end, *search.matching.sources(end)]):
             place = source.kind if isinstance(source.kind, int) else 0
             for transform in transforms(search.matching.run.get(source)):
-                found = (
-                    search.test(place, _of(search, place, source, transform))
-                    if search.budget.spend()
-                    else None
-                )
-                if found is not None and found.error <= search.close:
-                    return found
-    return best
+                yield _of(search, place, source, transform)
 
 
 def _named(search: Search, ref: Ref) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -26,6 +26,7 @@ from gradcheck_suite.port.causes import CAUSES, meaning
 from gradcheck_suite.port.changes import RAISED, Hypothesis, of_ours
 from gradcheck_suite.port.drawing import author_points, binding_points, described, resampled
 from gradcheck_suite.port.drawn_inputs import DrawnInputs, loss_error, nonfinite, run_with, special
+from gradcheck_suite.port.explanation import Explanation, best_explanation
 from gradcheck_suite.port.families import FAMILIES, reordered
 from gradcheck_suite.port.gradients import place_gradient, stops, wrong_gradients
 from gradcheck_suite.port.mapping import StateMap
@@ -45,14 +46,27 @@ from gradcheck_suite.port.pair import (
 from gradcheck_suite.port.precision import precision_findings
 from gradcheck_suite.port.result import Kind, MapRow, PortFinding, PortResult
 from gradcheck_suite.port.running_statistics import statistic_faults
-from gradcheck_suite.port.search import Found, Repairs, Search
+from gradcheck_suite.port.search import LEAST, Found, Repairs, Search
 from gradcheck_suite.port.sides import Point, Sides, exchanged
 from gradcheck_suite.port.sizes import expect_sizes
-from gradcheck_suite.port.torch_program import LOSS, Call, Change, Ref, TorchRun, fill, flat
+from gradcheck_suite.port.torch_program import (
+    LOSS,
+    Call,
+    Change,
+    Ref,
+    TorchProgram,
+    TorchRun,
+    fill,
+    flat,
+)
 from gradcheck_suite.port.updates import STEP, Updates
 
+PLANTED = 16
+"""Calls in which faults are planted."""
 MOST = 12
 """Findings at most."""
+PUT_IN = 40
+"""Values of the port that are put in place of one of torch's whose cause is unknown."""
 OPTIMIZER = "optimizer"
 """The place of a difference between optimizers."""
 
@@ -545,23 +559,23 @@ class Judge:
     def _value_put_in(self, search: Search, index: int) -> Hypothesis | None:
         """Return the port's value in place of a call's result, if what is behind it agrees then."""
         matching = search.matching
-        best = None
         out = matching.run.seen[index][0]
-        for i in matching.lost_numbers.of_size(out.numel())[:40]:
-            fixed = torch.as_tensor(np.array(aligned(matching.lost_numbers.arrays[i], array(out))))
+
+        def tried(theirs: Array) -> Explanation[Hypothesis] | None:
+            fixed = torch.as_tensor(np.array(aligned(theirs, array(out))))
             if fixed.shape != out.shape:
-                continue
-            put: dict[int, Change] = {
-                index: lambda c, a, k, g, f=fixed: [f.clone(), *flat(c.op(*a, **k))[1:]]
-            }
-            hypothesis = Hypothesis("unknown", "", put)
+                return None
+            put: Change = lambda c, a, k, g: [fixed.clone(), *flat(c.op(*a, **k))[1:]]  # noqa: E731 - typed
+            hypothesis = Hypothesis("unknown", "", {index: put})
             found = search.test(index, hypothesis)
-            if found is None or not (found.error <= search.close or found.gained >= 3):
-                continue
-            rank = (found.error <= search.close, found.gained)
-            if best is None or rank > best[0]:
-                best = rank, hypothesis
-        return None if best is None else best[1]
+            if found is None or not (found.error <= search.close or found.gained >= LEAST):
+                return None
+            return Explanation(hypothesis, found.error <= search.close, found.gained)
+
+        alike = matching.lost_numbers.of_size(out.numel())[:PUT_IN]
+        values = (matching.lost_numbers.arrays[i] for i in alike)
+        best = best_explanation(values, tried, Budget())
+        return None if best is None else best.value
 
     def _statistics(self) -> None:
         if not self.pair.train:
@@ -751,53 +765,74 @@ class Judge:
         if self.findings:
             return
         program = self.sides.torch_program(self.sides.given)
-        run = self.repairs.run(program)
         side = self.sides.jax_run(self.sides.given).outs
         allowed = self.sides.bounds(self.sides.given).outputs
-        calls = [
-            i
-            for i in sorted(program.needed)
-            if program.calls[i].path != LOSS and not program.calls[i].mutates
-        ]
-        least: tuple[float, str] | None = None
-        rng = np.random.default_rng(self._seed)
-        for index in rng.permutation(calls)[:16]:
-            call = program.calls[int(index)]
-            args, kwargs = fill((call.args, call.kwargs), run.get)
-            if not run.seen[index] or not isinstance(run.seen[index][0], torch.Tensor):
-                continue
-            for hypothesis in islice(
-                mistakes(int(index), call, args, kwargs, run.seen[index][0]), 3
-            ):
-                try:
-                    changed = self.repairs.plus(hypothesis).run(program)
-                except RAISED:
-                    continue
-                except Exception as error:
-                    self._note(f"a fault could not be planted: {of_ours(error)}")
-                    continue
-                off = outputs_error(changed.outs, side)
-                if off > allowed and np.isfinite(off) and (least is None or off < least[0]):
-                    least = (
-                        off,
-                        f"{hypothesis.cause} ({hypothesis.words}) at {call.path or 'the model'}",
-                    )
-        if least is not None:
-            self.planted = (
-                f"{least[1]}: found, off by {least[0]:.2g} where {allowed:.1g} is allowed"
-            )
-            return
-        for name in (n for n in self.map.names if n in program.parameters):
-            scaled = Hypothesis("", "", leaves={("state", name): lambda v: v * (1 + 1e-6)})
-            if (off := outputs_error(self.repairs.plus(scaled).run(program).outs, side)) > allowed:
-                self.planted = (
-                    f"{name} times 1 + 1e-6: found, off by {off:.2g} where {allowed:.1g} is allowed"
-                )
+
+        def tried(planted: _Planted) -> Explanation[_Planted] | None:
+            try:
+                changed = self.repairs.plus(planted.hypothesis).run(program)
+            except RAISED:
+                return None
+            except Exception as error:
+                self._note(f"a fault could not be planted: {of_ours(error)}")
+                return None
+            planted.off = outputs_error(changed.outs, side)
+            is_found = planted.off > allowed and np.isfinite(planted.off)
+            # the smallest fault that is found says how exact the comparison is
+            return Explanation(planted, planted.is_last, -planted.off) if is_found else None
+
+        for faults in (self._usual_faults(program), self._moved_parameters(program)):
+            found = best_explanation(faults, tried, Budget())
+            if found is not None:
+                off = f"off by {found.value.off:.2g} where {allowed:.1g} is allowed"
+                self.planted = f"{found.value.words}: found, {off}"
                 return
         self.unjudged = (
             self.unjudged
             or "no planted fault was found: the outputs do not depend on the parameters"
         )
+
+    def _usual_faults(self, program: TorchProgram) -> Iterator[_Planted]:
+        """Yield usual faults of some calls."""
+        run = self.repairs.run(program)
+        calls = [
+            i
+            for i in sorted(program.needed)
+            if program.calls[i].path != LOSS and not program.calls[i].mutates
+        ]
+        rng = np.random.default_rng(self._seed)
+        for index in map(int, rng.permutation(calls)[:PLANTED]):
+            call = program.calls[index]
+            outs = run.seen[index]
+            if outs and isinstance(outs[0], torch.Tensor):
+                args, kwargs = fill((call.args, call.kwargs), run.get)
+                for one in islice(mistakes(index, call, args, kwargs, outs[0]), 3):
+                    words = f"{one.cause} ({one.words}) at {call.path or 'the model'}"
+                    yield _Planted(one, words)
+
+    def _moved_parameters(self, program: TorchProgram) -> Iterator[_Planted]:
+        """Yield parameters that are a little off, for programs of which no usual fault is known."""
+        for name in self.map.names:
+            if name in program.parameters:
+                scaled = Hypothesis("", "", leaves={("state", name): lambda v: v * (1 + 1e-6)})
+                yield _Planted(scaled, f"{name} times 1 + 1e-6", is_last=True)
+
+
+@dataclass
+class _Planted:
+    """A fault that is planted in the torch program.
+
+    Attributes:
+        hypothesis: the change.
+        words: what it is.
+        is_last: whether nothing else is planted where this one is found.
+        off: relative error that it makes.
+    """
+
+    hypothesis: Hypothesis
+    words: str
+    is_last: bool = False
+    off: float = 0.0
 
 
 def _has_same_numbers(expected: Any, observed: Array) -> bool:

@@ -1077,7 +1077,9 @@ FORMULAS = (
         lambda a, p: a.self / a.other if "mul" in a.call.name else a.self * a.other,
         _one,
     ),
-    Formula("missing-term", "addcmul", "a product alone", lambda a, p: a.tensor1 * a.tensor2),
+    Formula(
+        "missing-term", "addcmul", "a product alone", lambda a, p: a.value * a.tensor1 * a.tensor2
+    ),
     Formula(
         "one-minus",
         "lerp",

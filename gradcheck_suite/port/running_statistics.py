@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from torch import nn
 
+from gradcheck_suite.port.budget import Budget
+from gradcheck_suite.port.explanation import Explanation, best_explanation
 from gradcheck_suite.port.number_sets import Array, error
 from gradcheck_suite.port.pair import is_statistic
 from gradcheck_suite.port.search import Repairs
@@ -25,6 +27,10 @@ def statistic_faults(sides: Sides, allowed: float) -> Iterator[StatisticFault]:
     """Yield the running statistics that the port does not have after a forward in train mode."""
     extras = sides.jax_run(sides.given).extras
     after = sides.torch_program(sides.given).after
+
+    def fits(other: tuple[str, str, Array]) -> Explanation[tuple[str, str, Array]] | None:
+        return Explanation(other) if _nearest(other[2], extras) <= allowed else None
+
     for name, value in after.items():
         before = sides.state[name]
         if not is_statistic(name) or np.array_equal(before, value):
@@ -32,12 +38,10 @@ def statistic_faults(sides: Sides, allowed: float) -> Iterator[StatisticFault]:
         nearest = _nearest(value, extras)
         if nearest <= allowed:
             continue
-        for cause, words, other in _alternatives(sides, name, np.asarray(before), value):
-            if _nearest(other, extras) <= allowed:
-                yield name, cause, words, nearest
-                break
-        else:
-            yield name, "unknown", "other values", nearest
+        others = _alternatives(sides, name, np.asarray(before), value)
+        found = best_explanation(others, fits, Budget())
+        cause, words = found.value[:2] if found is not None else ("unknown", "other values")
+        yield name, cause, words, nearest
 
 
 def _nearest(value: Array, extras: Sequence[Array]) -> float:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import combinations, product
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch import nn
 
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.port.budget import Budget
+from gradcheck_suite.port.explanation import Explanation, best_explanation
 from gradcheck_suite.port.jax_program import Stored, in_double
 from gradcheck_suite.port.mapping import Leaf, StateMap
 from gradcheck_suite.port.matching import array
@@ -634,7 +636,7 @@ class Updates:
         merged = all(
             (one := self._map.leaves[i]) is not None and (one.second >= 0).any() for i in wrong
         )
-        partial = len(wrong) <= len(self.leaves) / 2
+        is_partial = len(wrong) <= len(self.leaves) / 2
         expected = f"{self._recipe.cls.__name__} with {_shown(self._recipe.groups[0])}"
         if merged:
             words = (
@@ -652,21 +654,41 @@ class Updates:
             if n in own
         }
         settings = list(_settings(self._recipe, self._gradients, names))
-        alone = next(((s.cause, s.words) for s in settings if self._explains(s)), None)
-        found = (
-            alone
-            or self._with_other_rates(settings)
-            or self._other_kind(at)
-            or self._two_settings(settings)
-        )
-        cause, words = found or ("unknown", f"other steps{self._budget.words}")
-        return UpdateFault(cause, words, wrong[at], leaf, partial and found is None, expected)
+        found = best_explanation(self._attempts(settings, at), _made, self._budget)
+        cause, words = found.value if found else ("unknown", f"other steps{self._budget.words}")
+        return UpdateFault(cause, words, wrong[at], leaf, is_partial and found is None, expected)
+
+    def _attempts(self, settings: Sequence[Setting], at: int) -> Iterator[Attempt]:
+        """Yield attempts to explain the steps: by one setting, by other learning rates alone or
+        beside a setting, by an optimizer of another kind, and by two settings.
+
+        Args:
+            settings: the most usual ones first.
+            at: the leaf that steps most otherwise.
+        """
+        for setting in settings:
+            yield partial(self._by_settings, setting)
+        simple = [s for s in settings if _SIMPLE.fullmatch(s.cause)][:60]
+        beside = [s for s in simple if s.cause != "learning-rate"]
+        for one in (None, *beside):
+            yield partial(self._by_other_rates, one)
+        yield from self._other_kinds(at)
+        for a, b in combinations(simple, 2):
+            if a.cause != b.cause:
+                yield partial(self._by_settings, a, b)
+
+    def _by_settings(self, *settings: Setting) -> tuple[str, str] | None:
+        """Return the causes of settings that explain the steps together, and what they are in
+        words.
+        """
+        if not self._explains(*settings):
+            return None
+        causes = " and ".join(s.cause for s in settings)
+        return causes, " and ".join(s.words for s in settings)
 
     def _explains(self, *settings: Setting) -> bool:
         r = self._recipe
         module = self._map.pair.module
-        if not self._budget.spend():
-            return False
         try:
             for setting in settings:
                 r = setting.change(r)
@@ -675,28 +697,23 @@ class Updates:
             return False
         return not self.wrong(made[0])
 
-    def _with_other_rates(self, settings: Iterable[Setting]) -> tuple[str, str] | None:
+    def _by_other_rates(self, setting: Setting | None) -> tuple[str, str] | None:
         """Return learning rates that explain the steps, alone or beside one setting.
 
         A step is proportional to its learning rate, so that the port's can be read off its steps,
         whatever schedule it has.
         """
-        simple = [s for s in settings if _SIMPLE.fullmatch(s.cause) and s.cause != "learning-rate"]
-        for setting in (None, *simple[:60]):
-            if not self._budget.spend():
-                return None
-            try:
-                recipe = self._recipe if setting is None else setting.change(self._recipe)
-                rates = self._rates_read_off(recipe)
-            except Exception:  # an optimizer of another kind may take no such setting
-                continue
-            if rates is None:
-                continue
-            words = _rates_in_words([r[0] for r in rates], [r[0] for r in recipe.rates])
-            if setting is None:
-                return "learning-rate", words
-            return f"{setting.cause} and learning-rate", f"{setting.words} and {words}"
-        return None
+        try:
+            recipe = self._recipe if setting is None else setting.change(self._recipe)
+            rates = self._rates_read_off(recipe)
+        except Exception:  # an optimizer of another kind may take no such setting
+            return None
+        if rates is None:
+            return None
+        words = _rates_in_words([r[0] for r in rates], [r[0] for r in recipe.rates])
+        if setting is None:
+            return "learning-rate", words
+        return f"{setting.cause} and learning-rate", f"{setting.words} and {words}"
 
     def _rates_read_off(self, recipe: Recipe) -> list[list[float]] | None:
         """Return the learning rates with which torch's steps are the port's, None where no rates
@@ -739,38 +756,40 @@ class Updates:
                 found[leaf.index[used]] = after - before[leaf.index[used]]
         return found
 
-    def _other_kind(self, at: int) -> tuple[str, str] | None:
-        """Return the optimizer of optax, with torch's settings or its own, by whose steps a leaf
-        moves.
-        """
-        group = self._recipe.groups[0]
-        rates = [r[0] for r in self._recipe.rates]
+    def _other_kinds(self, at: int) -> Iterator[Attempt]:
+        """Yield the optimizers of optax, with torch's settings or their own."""
         name = self._recipe.cls.__name__
-        rate = rates[0] if len(set(rates)) == 1 else lambda n: jnp.asarray(rates)[n]
-        mine = {
-            **group,
-            **dict(zip(("b1", "b2"), group.get("betas", ()), strict=False)),
-            "decay": group.get("alpha"),
-        }
-        for kind, make in vars(imported("optax")).items():
+        for kind in vars(imported("optax")):
+            yield partial(self._by_kind, kind, at, True)
             # one of the same kind has torch's settings: with its own it is these that differ
-            same = kind.rstrip("w") == name.lower().rstrip("w")
-            for own in (False,) if same else (False, True):
-                with suppress(
-                    Exception
-                ):  # it may be no optimizer, take no schedule, or need more than gradients
-                    known = inspect.signature(make).parameters
-                    given = (
-                        {}
-                        if own
-                        else {k: v for k, v in mine.items() if k in known and v is not None}
-                    )
-                    if "learning_rate" in known and self._moves_alike(
-                        make(learning_rate=rate, **given), at
-                    ):
-                        how = "its own settings" if own else "torch's settings"
-                        return "optimizer-kind", f"optax.{kind} with {how}"
+            if kind.rstrip("w") != name.lower().rstrip("w"):
+                yield partial(self._by_kind, kind, at, False)
+
+    def _by_kind(self, kind: str, at: int, as_torch: bool) -> tuple[str, str] | None:
+        """Return an optimizer of optax by whose steps a leaf moves."""
+        make = vars(imported("optax"))[kind]
+        # it may be no optimizer, take no schedule, or need more than gradients
+        with suppress(Exception):
+            known = inspect.signature(make).parameters
+            given = {k: v for k, v in self._torch_settings().items() if as_torch and k in known}
+            if "learning_rate" in known:
+                optimizer = make(learning_rate=self._rate(), **given)
+                if self._moves_alike(optimizer, at):
+                    how = "torch's settings" if as_torch else "its own settings"
+                    return "optimizer-kind", f"optax.{kind} with {how}"
         return None
+
+    def _torch_settings(self) -> dict[str, Any]:
+        """Return the settings of torch's optimizer under optax's names, too."""
+        group = self._recipe.groups[0]
+        betas = dict(zip(("b1", "b2"), group.get("betas", ()), strict=False))
+        found = {**group, **betas, "decay": group.get("alpha")}
+        return {k: v for k, v in found.items() if v is not None}
+
+    def _rate(self) -> Any:
+        """Return torch's learning rate as optax takes it: a number, or a schedule."""
+        rates = [r[0] for r in self._recipe.rates]
+        return rates[0] if len(set(rates)) == 1 else lambda n: jnp.asarray(rates)[n]
 
     def _moves_alike(self, optimizer: Any, at: int) -> bool:
         """Return whether an optimizer of optax moves a leaf as the port's does."""
@@ -785,15 +804,14 @@ class Updates:
             moved.append(float(abs(value - before).max()))
         return bool(np.max(off) <= STEP * np.max(moved))  # not where one is NaN
 
-    def _two_settings(self, settings: Iterable[Setting]) -> tuple[str, str] | None:
-        """Return the causes of two settings that explain the steps together, and what they are in
-        words.
-        """
-        simple = [s for s in settings if _SIMPLE.fullmatch(s.cause)][:60]
-        for a, b in combinations(simple, 2):
-            if a.cause != b.cause and self._explains(a, b):
-                return f"{a.cause} and {b.cause}", f"{a.words} and {b.words}"
-        return None
+
+Attempt = Callable[[], tuple[str, str] | None]
+"""Tries to explain the steps: returns a cause, and what the port does in words."""
+
+
+def _made(attempt: Attempt) -> Explanation[tuple[str, str]] | None:
+    found = attempt()
+    return found and Explanation(found)
 
 
 def _rates_in_words(theirs: Sequence[float], mine: Sequence[float]) -> str:
