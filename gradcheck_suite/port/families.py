@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gradcheck_suite.port.alterations import Alteration
 from gradcheck_suite.port.changes import Given, Hypothesis, of_operand, of_result, other_operand
 from gradcheck_suite.port.explanation import Explanation, best_explanation
 from gradcheck_suite.port.matching import array
@@ -32,7 +33,6 @@ from gradcheck_suite.port.search import LEAST, Family, Found, Search, behind, re
 from gradcheck_suite.port.torch_program import LOSS, Call, Change, Ref, TorchProgram, fill, flat
 from gradcheck_suite.port.transforms import (
     PERMUTING,
-    Transform,
     exchanges,
     functions,
     signs,
@@ -109,15 +109,12 @@ def _other_indices(search: Search, place: int) -> Iterator[Hypothesis]:
     for i, ref in search.positions(place):
         value = search.matching.run.get(ref)
         if not value.is_floating_point():
-            for cause, words, function in transforms(value):
-                named = (
-                    _OTHERS.get(cause, cause)
-                    if ref.kind == "state"
-                    else _transformed_as(search, place, ref, cause)
-                )
-                yield Hypothesis(
-                    named, f"{_named(search, ref)} {words}", {place: of_operand(i, function)}
-                )
+            for one in transforms(value):
+                named = _OTHERS.get(one.cause, one.cause)
+                if ref.kind != "state":
+                    named = _transformed_as(search, place, ref, one.cause)
+                words = f"{_named(search, ref)} {one.words}"
+                yield Hypothesis(named, words, {place: of_operand(i, one.make)})
 
 
 def _choosing(search: Search, place: int, depth: int) -> Iterator[int]:
@@ -371,14 +368,13 @@ def scaled(search: Search, place: int) -> Iterator[Hypothesis]:
     for i, ref in search.positions(place):
         # the port may compute torch's value too, and multiply it, or what it is moved to
         for source in dict.fromkeys([*_moves(search, ref), ref, *search.matching.sources(ref)]):
-            for cause, words, function in _scalings(search, run.get(source)):
-                change = {place: of_operand(i, function)}
+            for one in _scalings(search, run.get(source)):
+                change = {place: of_operand(i, one.make)}
                 if source != ref and isinstance(source.kind, int):
-                    change = {source.kind: of_result(function, source.index)}
+                    change = {source.kind: of_result(one.make, source.index)}
                 if source == ref or isinstance(source.kind, int):
-                    yield Hypothesis(
-                        cause, f"{_named(search, source)} {words}", change, at=max(change)
-                    )
+                    words = f"{_named(search, source)} {one.words}"
+                    yield Hypothesis(one.cause, words, change, at=max(change))
 
 
 def _moves(search: Search, ref: Ref) -> list[Ref]:
@@ -393,10 +389,10 @@ def _moves(search: Search, ref: Ref) -> list[Ref]:
     return found
 
 
-def _scalings(search: Search, value: Any) -> Iterator[Transform]:
+def _scalings(search: Search, value: Any) -> Iterator[Alteration]:
     """Yield what multiplies a value, or its parts along an axis, in the port alone."""
     for cause, words, a, b in _affine(search, value):
-        yield cause, words, lambda v, a=a, b=b: a * v + b
+        yield Alteration(cause, words, lambda v, a=a, b=b: a * v + b)
     numbers = search.matching.lost_numbers
     mine = array(value)
     for i in numbers.of_size(mine.size) if mine.dtype.kind == "f" and mine.any() else ():
@@ -412,11 +408,8 @@ def _scalings(search: Search, value: Any) -> Iterator[Transform]:
                 and 1 < factors.size <= mine.size / LEAST
             ):
                 put = torch.as_tensor(factors)
-                yield (
-                    "scale",
-                    f"times another number for each part of axis {axis}",
-                    lambda v, f=put: v * f,
-                )
+                words = f"times another number for each part of axis {axis}"
+                yield Alteration("scale", words, lambda v, f=put: v * f)
 
 
 def ratios(search: Search, place: int) -> Iterator[Hypothesis]:
@@ -836,14 +829,13 @@ def _as_call(other: Call) -> Change:
     return lambda c, a, k, g: other.op(a[0], *other.args[1:], **other.kwargs)
 
 
-def _of(search: Search, place: int, ref: Ref, transform: Transform) -> Hypothesis:
+def _of(search: Search, place: int, ref: Ref, transform: Alteration) -> Hypothesis:
     """Return that a tensor of the program is transformed; `place` is the call where it shows."""
-    cause, words, function = transform
-    words = f"{_named(search, ref)} {words}"
-    cause = _transformed_as(search, place, ref, cause)
+    words = f"{_named(search, ref)} {transform.words}"
+    cause = _transformed_as(search, place, ref, transform.cause)
     if isinstance(ref.kind, int):
-        return Hypothesis(cause, words, {ref.kind: of_result(function, ref.index)})
-    leaves = {(ref.kind, ref.index): function}
+        return Hypothesis(cause, words, {ref.kind: of_result(transform.make, ref.index)})
+    leaves = {(ref.kind, ref.index): transform.make}
     if ref.kind != "state":
         return Hypothesis(cause, words, {}, leaves)
     path = str(ref.index).rpartition(".")[0]
@@ -931,8 +923,10 @@ def read_off(search: Search, place: int) -> Iterator[Hypothesis]:
                 at = torch.as_tensor(order)
                 shown = ", ".join(map(str, order[:8])) + (", ..." if len(order) > 8 else "")
                 words = f"with axis {axis} in the order {shown}"
-                transform = "permuted", words, lambda v, d=axis, at=at: v.index_select(d, at)
-                yield _of(search, place, ref, transform)
+                turned = Alteration(
+                    "permuted", words, lambda v, d=axis, at=at: v.index_select(d, at)
+                )
+                yield _of(search, place, ref, turned)
 
 
 READ = 60
@@ -996,7 +990,7 @@ def _sources_transformed(
 
 
 def _operands(
-    search: Search, place: int, how: Callable[[Any], Iterator[Transform]]
+    search: Search, place: int, how: Callable[[Any], Iterator[Alteration]]
 ) -> Iterator[Hypothesis]:
     for i, ref in search.positions(place):
         value = search.matching.run.get(ref)
@@ -1007,7 +1001,7 @@ def _operands(
             for group in _groups(search, place, i, ref):
                 yield replace(
                     changed,
-                    changes={k: of_operand(j, transform[2]) for k, j in group},
+                    changes={k: of_operand(j, transform.make) for k, j in group},
                     leaves={},
                     path=None,
                 )
@@ -1044,8 +1038,8 @@ def deep(search: Search, place: int) -> Iterator[Hypothesis]:
     """
     for ref in _up(search, place)[:30]:
         for transform in transforms(search.matching.run.get(ref)):
-            if transform[0] in PERMUTING or (
-                transform[0] == "index-offset" and ref.kind == "input"
+            if transform.cause in PERMUTING or (
+                transform.cause == "index-offset" and ref.kind == "input"
             ):
                 changed = _of(search, place, ref, transform)
                 yield replace(changed, at=ref.kind if isinstance(ref.kind, int) else None)
@@ -1186,11 +1180,11 @@ def together(search: Search, place: int) -> Iterator[Hypothesis]:
         for v in sources(operands[1]):
             if u == v or not isinstance(u.kind, int) or not isinstance(v.kind, int):
                 continue
-            second = {t[1]: t for t in transforms(run.get(v)) if t[0] in PERMUTING}
+            second = {t.words: t for t in transforms(run.get(v)) if t.cause in PERMUTING}
             for first in transforms(run.get(u)):
-                if first[0] in PERMUTING and first[1] in second:
+                if first.cause in PERMUTING and first.words in second:
                     one, two = (
-                        _of(search, place, r, t) for r, t in ((u, first), (v, second[first[1]]))
+                        _of(search, place, r, t) for r, t in ((u, first), (v, second[first.words]))
                     )
                     yield replace(
                         one,

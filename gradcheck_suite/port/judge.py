@@ -595,9 +595,10 @@ class Judge:
         self.judged.append("running statistics")
         allowed = self.sides.bounds(self.sides.given).outputs
         alike: dict[tuple[str, str], list[tuple[str, float]]] = {}
-        for name, cause, observed, off in statistic_faults(self.sides, allowed):
-            own = name.rpartition(".")[2]
-            alike.setdefault((cause, f"{own} {observed}"), []).append((name, off))
+        for one in statistic_faults(self.sides, allowed):
+            own = one.name.rpartition(".")[2]
+            known = alike.setdefault((one.cause, f"{own} {one.words}"), [])
+            known.append((one.name, one.off))
         # one line of the port updates those of all layers
         for (cause, observed), faults in alike.items():
             name = faults[0][0]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import combinations, product
+from itertools import chain, combinations, product
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from gradcheck_suite.errors import UsageError
+from gradcheck_suite.port.alterations import Alteration, Row
 from gradcheck_suite.port.budget import Budget
 from gradcheck_suite.port.explanation import Explanation, best_explanation
 from gradcheck_suite.port.jax_program import Stored, in_double
@@ -203,89 +204,98 @@ class Recipe:
         return _Written(groups, self.cls.__name__, self.form) if self.form else self.cls(groups)
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A change of torch's optimizer.
+Setting = Alteration
+"""A change of torch's optimizer, as of its `Recipe`."""
 
-    Attributes:
-        cause: its name.
-        words: what the port does.
-        change: of the recipe.
-    """
-
-    cause: str
-    words: str
-    change: Callable[[Recipe], Recipe]
+_ADAM = "AdamW?"
+_RMS = "RMSprop"
+_SGD = "SGD"
+_ADAGRAD = "Adagrad"
 
 
-_VALUES: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
-    ("optimizer-eps", "eps", (1e-8, 1e-6, 1e-7, 1e-5, 1e-10, 1e-3, 1e-4, 0.0, 1e-12, 1e-16, 1e-15)),
-    ("amsgrad", "amsgrad", (True, False)),
-    ("momentum", "momentum", (0.9, 0.0, 0.95, 0.99, 0.8, 0.5)),
-    ("nesterov", "nesterov", (True, False)),
-    ("centered", "centered", (True, False)),
-    ("decay-of-squares", "alpha", (0.9, 0.99, 0.95, 0.999)),
-    ("decay-of-squares", "rho", (0.9, 0.95, 0.99, 0.999)),
-    ("decoupled-decay", "decoupled_weight_decay", (True, False)),
-    ("dampening", "dampening", (0.0, 0.1, 0.5, 0.9)),
-    ("sign", "maximize", (True, False)),
+def _value_of(cause: str, key: str, *values: Any) -> Row:
+    """Return the row of other values of a setting."""
+
+    def others(recipe: Recipe) -> list[Any]:
+        mine = recipe.groups[0].get(key)
+        alike = [v for v in values if isinstance(v, bool) == isinstance(mine, bool)]
+        return [v for v in alike if v != mine] if mine is not None else []
+
+    words = f"{key} {{}} instead of {{given.groups[0][{key}]}}"
+    return Row(cause, ".*", words, lambda r, value: r.put(**{key: value}), others)
+
+
+VALUES: tuple[Row, ...] = (
+    _value_of(
+        "optimizer-eps",
+        "eps",
+        *(1e-8, 1e-6, 1e-7, 1e-5, 1e-10, 1e-3, 1e-4, 0.0, 1e-12, 1e-16, 1e-15),
+    ),
+    _value_of("amsgrad", "amsgrad", True, False),
+    _value_of("momentum", "momentum", 0.9, 0.0, 0.95, 0.99, 0.8, 0.5),
+    _value_of("nesterov", "nesterov", True, False),
+    _value_of("centered", "centered", True, False),
+    _value_of("decay-of-squares", "alpha", 0.9, 0.99, 0.95, 0.999),
+    _value_of("decay-of-squares", "rho", 0.9, 0.95, 0.99, 0.999),
+    _value_of("decoupled-decay", "decoupled_weight_decay", True, False),
+    _value_of("dampening", "dampening", 0.0, 0.1, 0.5, 0.9),
+    _value_of("sign", "maximize", True, False),
 )
-"""Cause, name of the setting, and values."""
-_ADAM = ("Adam", "AdamW")
-_RMS = ("RMSprop",)
-_SGD = ("SGD",)
-_ADAGRAD = ("Adagrad",)
-_FORMS: tuple[tuple[tuple[str, ...], str, str, dict[str, Any]], ...] = (
-    (_SGD, "momentum-convention", "momentum as an average", {"average": True}),
-    (
-        _SGD,
-        "momentum-convention",
-        "momentum as an average without bias",
-        {"average": True, "unbiased": True},
+"""Other values of settings."""
+
+
+def _form(cause: str, optimizers: str, words: str, **form: Any) -> Row:
+    """Return the row of a form that no class of torch's offers; see `_Written`."""
+    return Row(cause, optimizers, words, lambda r, _: r.written(**form))
+
+
+FORMS: tuple[Row, ...] = (
+    _form("momentum-convention", _SGD, "momentum as an average", average=True),
+    _form(
+        *("momentum-convention", _SGD, "momentum as an average without bias"),
+        average=True,
+        unbiased=True,
     ),
-    (
-        _SGD + _RMS,
-        "momentum-convention",
-        "the learning rate inside of the momentum",
-        {"rate_inside": True},
+    _form(
+        *("momentum-convention", f"{_SGD}|{_RMS}", "the learning rate inside of the momentum"),
+        rate_inside=True,
     ),
-    (_SGD, "decoupled-decay", "decoupled weight decay", {"late": True}),
-    (_ADAM + _RMS + _ADAGRAD, "eps-inside-root", "eps inside of the root", {"inside": True}),
-    (_ADAM, "bias-correction", "no bias correction", {"correct": (False, False)}),
-    (
-        _ADAM,
-        "bias-correction",
-        "bias correction of the first moment alone",
-        {"correct": (True, False)},
+    _form("decoupled-decay", _SGD, "decoupled weight decay", late=True),
+    _form("eps-inside-root", f"{_ADAM}|{_RMS}|{_ADAGRAD}", "eps inside of the root", inside=True),
+    _form("bias-correction", _ADAM, "no bias correction", correct=(False, False)),
+    _form(
+        *("bias-correction", _ADAM, "bias correction of the first moment alone"),
+        correct=(True, False),
     ),
-    (
-        _ADAM,
-        "bias-correction",
-        "bias correction of the second moment alone",
-        {"correct": (False, True)},
+    _form(
+        *("bias-correction", _ADAM, "bias correction of the second moment alone"),
+        correct=(False, True),
     ),
-    (_ADAM, "eps-before-correction", "eps added before the bias correction", {"eps_first": True}),
-    (_ADAM, "decay-place", "weight decay after the step", {"late": True, "after": True}),
-    (_RMS, "bias-correction", "an average of squares without bias", {"correct": (False, True)}),
-    (_RMS, "initial-accumulator", "an average of squares that starts at 1", {"start": 1.0}),
-    (
-        _RMS,
+    _form("eps-before-correction", _ADAM, "eps added before the bias correction", eps_first=True),
+    _form("decay-place", _ADAM, "weight decay after the step", late=True, after=True),
+    _form("bias-correction", _RMS, "an average of squares without bias", correct=(False, True)),
+    _form("initial-accumulator", _RMS, "an average of squares that starts at 1", start=1.0),
+    _form(
+        *("initial-accumulator", _RMS, "an average from 1, eps inside of the root"),
+        start=1.0,
+        inside=True,
+    ),
+    Row(
         "initial-accumulator",
-        "an average from 1, eps inside of the root",
-        {"start": 1.0, "inside": True},
+        _ADAGRAD,
+        "an accumulator from {:g}, eps outside",
+        lambda r, start: r.written(start=start),
+        (0.1, 1.0, 0.0),
     ),
-    *(
-        (
-            _ADAGRAD,
-            "initial-accumulator",
-            f"an accumulator from {start:g}, eps {'in' if inside else 'out'}side",
-            {"start": start, "inside": inside},
-        )
-        for start in (0.1, 1.0, 0.0)
-        for inside in (False, True)
+    Row(
+        "initial-accumulator",
+        _ADAGRAD,
+        "an accumulator from {:g}, eps inside",
+        lambda r, start: r.written(start=start, inside=True),
+        (0.1, 1.0, 0.0),
     ),
 )
-"""Optimizers of torch, cause, words, and form."""
+"""Other forms of optimizers."""
 
 
 def _class_of(optimizer: Any) -> Any:
@@ -304,61 +314,75 @@ def _settings(mine: Recipe, raw: Steps, wrong: Mapping[Any, str]) -> Iterator[Se
         raw: gradients before its hooks.
         wrong: parameters that step otherwise, with their names.
     """
-    group = mine.groups[0]
     name = mine.cls.__name__
-    decays = {g.get("weight_decay", 0.0) for g in mine.groups}
-    if any(_norm(a) != _norm(b) for a, b in zip(raw, mine.gradients, strict=True)):
-        yield Setting("missing-clipping", "no clipping", lambda r: replace(r, gradients=raw))
-        exact = [_exactly_clipped(a, b) for a, b in zip(raw, mine.gradients, strict=True)]
-        yield Setting(
-            "clip-epsilon",
-            "clipping to the norm without 1e-6",
-            lambda r: replace(r, gradients=exact),
-        )
-    forms = [
-        Setting(c, words, lambda r, f=f: r.written(**f))
-        for names, c, words, f in _FORMS
-        if name in names
-    ]
-    yield from forms[: 2 if group.get("momentum") else 0]
-    for decay in sorted(decays, reverse=True) if len(decays) > 1 else ():
-        words = f"weight decay {decay:g} on all parameters"
-        yield Setting("decay-mask", words, lambda r, d=decay: r.put(weight_decay=d))
-    if len(decays) == 1 and max(decays):
-        yield Setting(
-            "decay-mask",
-            "weight decay on matrices alone",
-            lambda r: _decaying(r, lambda p: p.dim() > 1),
-        )
-    decayed = {p for g in mine.groups if g.get("weight_decay") for p in g["params"]}
-    if decayed ^ wrong.keys():
-        each = [f"{'no ' * (p in decayed)}weight decay on {name}" for p, name in wrong.items()]
-        words = ", ".join(each[:3]) + ", ..." * (len(each) > 3)
-        yield Setting(
-            "decay-mask", words, lambda r: _decaying(r, lambda p: (p in decayed) != (p in wrong))
-        )
-    for cause, key, values in _VALUES:
-        for value in values if key in group else ():
-            if value != group[key] and isinstance(value, bool) == isinstance(group[key], bool):
-                words = f"{key} {value} instead of {group[key]}"
-                yield Setting(cause, words, lambda r, k=key, v=value: r.put(**{k: v}))
-    yield from _other_betas(group.get("betas"))
-    for decay in (0.0, 1e-2, 1e-4, 0.1, 5e-4, 1e-3, 0.05, 0.2):
-        if decays != {decay} and "weight_decay" in group:
-            cause = "missing-weight-decay" if decay == 0 else "weight-decay"
-            yield Setting(
-                cause, f"weight decay {decay:g}", lambda r, d=decay: r.put(weight_decay=d)
-            )
+    fitting = (row.alterations(mine) for row in FORMS if row.is_of(name))
+    forms = list(chain.from_iterable(fitting))
+    yield from _unclipped(mine, raw)
+    if mine.groups[0].get("momentum"):
+        yield from forms[:2]
+    yield from _decay_masks(mine, wrong)
+    for row in VALUES:
+        yield from row.alterations(mine)
+    yield from _other_betas(mine.groups[0].get("betas"))
+    yield from _other_decays(mine)
     yield from _other_rates(mine.rates, [g["lr"] for g in mine.groups])
     yield from forms
-    for rate in (
-        sorted({1.0, max(max(r) for r in mine.rates)})
-        if max(decays) and name in (*_ADAM, *_SGD)
-        else ()
-    ):
+    yield from _decays_whatever_the_rate(mine)
+    yield from _clippings(raw)
+
+
+def _decays(recipe: Recipe) -> set[float]:
+    return {g.get("weight_decay", 0.0) for g in recipe.groups}
+
+
+def _unclipped(mine: Recipe, raw: Steps) -> Iterator[Setting]:
+    """Yield what is left out of clipping, where torch's hooks change the gradients."""
+    pairs = list(zip(raw, mine.gradients, strict=True))
+    if any(_norm(before) != _norm(after) for before, after in pairs):
+        yield Setting("missing-clipping", "no clipping", lambda r: replace(r, gradients=raw))
+        exact = [_exactly_clipped(before, after) for before, after in pairs]
+        words = "clipping to the norm without 1e-6"
+        yield Setting("clip-epsilon", words, lambda r: replace(r, gradients=exact))
+
+
+def _decay_masks(mine: Recipe, wrong: Mapping[Any, str]) -> Iterator[Setting]:
+    """Yield weight decay on other parameters."""
+    decays = _decays(mine)
+    if len(decays) > 1:
+        for decay in sorted(decays, reverse=True):
+            words = f"weight decay {decay:g} on all parameters"
+            yield Setting("decay-mask", words, lambda r, d=decay: r.put(weight_decay=d))
+    elif max(decays):
+        words = "weight decay on matrices alone"
+        yield Setting("decay-mask", words, lambda r: _decaying(r, lambda p: p.dim() > 1))
+    decaying = (g["params"] for g in mine.groups if g.get("weight_decay"))
+    decayed = set(chain.from_iterable(decaying))
+    if decayed ^ wrong.keys():
+        each = [
+            f"{'no weight' if p in decayed else 'weight'} decay on {name}"
+            for p, name in wrong.items()
+        ]
+        words = ", ".join([*each[:3], "..."]) if len(each) > 3 else ", ".join(each)
+        exchanged = lambda p: (p in decayed) != (p in wrong)  # noqa: E731 - one use
+        yield Setting("decay-mask", words, lambda r: _decaying(r, exchanged))
+
+
+def _other_decays(mine: Recipe) -> Iterator[Setting]:
+    if "weight_decay" not in mine.groups[0]:
+        return
+    for decay in (0.0, 1e-2, 1e-4, 0.1, 5e-4, 1e-3, 0.05, 0.2):
+        if _decays(mine) != {decay}:
+            cause = "missing-weight-decay" if decay == 0 else "weight-decay"
+            words = f"weight decay {decay:g}"
+            yield Setting(cause, words, lambda r, d=decay: r.put(weight_decay=d))
+
+
+def _decays_whatever_the_rate(mine: Recipe) -> Iterator[Setting]:
+    if not max(_decays(mine)) or not re.fullmatch(f"{_ADAM}|{_SGD}", mine.cls.__name__):
+        return
+    for rate in sorted({1.0, max(max(r) for r in mine.rates)}):
         words = f"decoupled weight decay times {rate:g}, whatever the learning rate"
         yield Setting("decay-place", words, lambda r, d=rate: r.written(late=True, decay_rate=d))
-    yield from _clippings(raw)
 
 
 def _decaying(r: Recipe, decayed: Callable[[Any], bool]) -> Recipe:
@@ -449,7 +473,8 @@ class _Written(torch.optim.Optimizer):
         self._late = form.get(
             "late", name == "AdamW" or bool(groups[0].get("decoupled_weight_decay"))
         )
-        self._correct = form.get("correct", (name in _ADAM, name in _ADAM))
+        is_adam = re.fullmatch(_ADAM, name) is not None
+        self._correct = form.get("correct", (is_adam, is_adam))
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -691,7 +716,7 @@ class Updates:
         module = self._map.pair.module
         try:
             for setting in settings:
-                r = setting.change(r)
+                r = setting.make(r)
             made = torch_steps(module, lambda _: r.made(), self._start, r.gradients, r.rates)
         except Exception:  # an optimizer of another kind may take no such setting
             return False
@@ -704,7 +729,7 @@ class Updates:
         whatever schedule it has.
         """
         try:
-            recipe = self._recipe if setting is None else setting.change(self._recipe)
+            recipe = self._recipe if setting is None else setting.make(self._recipe)
             rates = self._rates_read_off(recipe)
         except Exception:  # an optimizer of another kind may take no such setting
             return None
