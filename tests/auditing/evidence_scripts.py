@@ -583,6 +583,15 @@ class Annealed(torch.nn.Module):
         self.calls += 1
         return self.linear(x) * (1 + 1 / self.calls)
 """
+WRITTEN_BESIDE = {
+    "faulty_written_beside_max_norm": violated(
+        "stale-parameters",
+        "(model(torch.randint(0, 7, (5,))).square().mean() / 2).backward()\n"
+        "model[1].weight.data.mul_(0.9)",
+        model="torch.nn.Sequential(torch.nn.Embedding(7, 3, max_norm=0.5), torch.nn.Linear(3, 1))",
+        passes=2,
+    ),
+}
 UNUSUAL = {
     "sound_gradcache": holds(
         "pass",
@@ -622,6 +631,12 @@ model(torch.randn(5, 3)).square().mean().backward()
         "        self.head.weight = self.table.weight\n"
         "    def forward(self, x):\n        return self.head(self.table(x).tanh())\n",
         model="Tied()",
+        passes=2,
+    ),
+    # the forward writes these rows of the table itself, at every micro-batch
+    "sound_max_norm": holds(
+        "(model(torch.randint(0, 7, (5,))).square().mean() / 2).backward()",
+        model="torch.nn.Sequential(torch.nn.Embedding(7, 3, max_norm=0.5), torch.nn.Linear(3, 1))",
         passes=2,
     ),
     "sound_counting": holds(
@@ -771,6 +786,7 @@ EVIDENCE = {
     **CHECKPOINTS,
     **EDITS,
     **OF_HANDS,
+    **WRITTEN_BESIDE,
     **UNUSUAL,
     **UNEXPLAINED,
 }
