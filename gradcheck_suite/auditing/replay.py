@@ -174,12 +174,14 @@ class Seen:
             one.
         reduced: whether `.grad` was reduced over the ranks after it, or what arrived in it.
         by_hooks: whether hooks of the program have reduced what arrived.
+        arrived: key of a parameter -> a sample of what arrived in the pass, on the first rank.
     """
 
     records: Sequence[PassRecord]
     consumers: dict[int, int] = field(default_factory=dict)
     reduced: bool = False
     by_hooks: bool = False
+    arrived: Mapping[int, Vector] = field(default_factory=dict)
 
     @property
     def site(self) -> Place:
@@ -545,6 +547,7 @@ class Replay:
                 self._late[rank, key].append(index)
             self._add(rank, index, record)
         seen = self.passes[index]
+        seen.arrived = self._arrived.get((0, index), {})
         seen.by_hooks = self._is_reduced_by_hooks(index, records)
         seen.reduced = seen.reduced or seen.by_hooks
         # hundreds of windows are kept: what arrived is in the states now, and only where it arrived

@@ -367,17 +367,28 @@ def _is_same_data(w: Weights) -> bool:
     gone = w.ratio == 0
     rank = _ranks(w)
     there = w.ratio[~gone]
-    one = len(set(rank[~gone])) == 1 and len(set(rank)) == w.world_size
-    whole = one and not gone[rank == rank[~gone][0]].any()
-    return w.alike and whole and w.close(there, float(w.world_size))
+    if len(set(rank[~gone])) != 1 or len(set(rank)) != w.world_size or not w.alike:
+        return False
+    only = int(rank[~gone][0])
+    if gone[rank == only].any():
+        return False
+    # the divisor is the count of all ranks' own micro-batches, or that of what each has counted
+    counted = w.window_count / w.count_of_rank(only) if w.reduction == "mean" else w.world_size
+    return w.close(there, float(w.world_size)) or w.close(there, counted)
 
 
 def _missing_ranks_text(w: Weights, wrong: Steps) -> str:
     gone = w.ratio == 0
     rank = _ranks(w)
     if all(map(_is_same_data, wrong)):
+        times = w.world_size
+        if not w.close(w.ratio[~gone], float(times)):
+            return (
+                f"the gradient is that of the micro-batches of rank {rank[~gone][0]} alone, on every"
+                " rank: every rank trains on the same data"
+            )
         return (
-            f"the micro-batches of rank {rank[~gone][0]} are in the gradient {w.world_size} times,"
+            f"the micro-batches of rank {rank[~gone][0]} are in the gradient {times} times,"
             " and those of no other rank: every rank trains on the same data"
         )
     shares = [
@@ -437,8 +448,8 @@ def _rescaled_text(w: Weights, wrong: Steps) -> str:
         )
     factor = _rescaled(w) or _rescaled(max(wrong, key=lambda v: len(v.inside))) or 1.0
     return (
-        f"each micro-batch weighs {factor:.6g} times the one before it: the running sum itself is"
-        " rescaled at every micro-batch"
+        f"each micro-batch weighs {factor:.6g} times the one before it, as where the running sum"
+        " itself is rescaled at every micro-batch, or a loss scale changes within the window"
     )
 
 

@@ -47,7 +47,7 @@ PLANTED = [
     (recorder.Recorder, "_watch"),
     (recorder.Recorder, "_points"),
     (terms.Reader, "read"),
-    (terms.Reader, "terms"),
+    (terms.Reader, "measured"),
     (terms.Reader, "_scalar"),
     (terms, "kind"),
     (replay.Replay, "on_pass"),
