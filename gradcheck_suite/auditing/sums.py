@@ -257,7 +257,7 @@ TOLD_APART = (LIKENESS, UNCOVERED, ENOUGH_ELEMENTS)
 
 def _is_unknown(e: E) -> bool:
     """Return whether something that no event explains stands in `.grad`."""
-    return any(index == UNKNOWN for cs in e.window.coefficients.values() for _, index in cs)
+    return any(index == UNKNOWN for one in e.sums for _, index in one)
 
 
 def _is_clipped_between(e: E) -> Found:
@@ -500,22 +500,14 @@ def _missing(e: E) -> Sighting:
 # Coefficients that differ between parameters, or between passes.
 
 
-def _off(e: E) -> Mask:
-    """Return (rows, columns), where a coefficient differs from that of its pass."""
-    off = e.reached & ~are_near(e.coefficients, e.mean, 1e-3)
-    required = np.zeros(len(e.indices), bool)
-    required[e.required] = True
-    return off & required
-
-
-def _first_off(e: E, off: Mask) -> int:
+def _first_off(e: E) -> int:
     """Return the parameter that shows it first."""
-    return e.keys[int(np.argwhere(off.T)[0][1])]
+    return e.keys[int(np.argwhere(e.off.T)[0][1])]
 
 
 def _is_lost_in_some(e: E) -> Mask:
     """Return (rows, columns), where a pass is missing that is there in other parameters."""
-    missing: Mask = _off(e) & (np.abs(e.coefficients) < NEGLIGIBLE)
+    missing: Mask = e.off & (np.abs(e.coefficients) < NEGLIGIBLE)
     return missing
 
 
@@ -533,17 +525,16 @@ def _is_reset_in_some(e: E) -> Found:
     if not missing.any() or (reset is None and _is_clipping(e)):
         return None
     keys = [e.keys[int(k)] for k in np.flatnonzero(missing.any(1))]
-    return Sighting(key=_first_off(e, _off(e)), keys=keys, change=reset)
+    return Sighting(key=_first_off(e), keys=keys, change=reset)
 
 
 def _is_clipped_in_some(e: E) -> Found:
-    return _is_rescaled_in_some(e) if _is_clipping(e) else None
+    return _is_rescaled_in_some(e) if e.off.any() and _is_clipping(e) else None
 
 
 def _is_rescaled_in_some(e: E) -> Found:
     """Ask whether a pass weighs another number in some parameters."""
-    off = _off(e)
-    return Sighting(key=_first_off(e, off), change=_edits(e)) if off.any() else None
+    return Sighting(key=_first_off(e), change=_edits(e)) if e.off.any() else None
 
 
 def _is_taken_away(e: E) -> Found:
@@ -616,11 +607,14 @@ class Hooked:
 
 def _hooks(e: E) -> Sequence[Hooked]:
     """Return the parameters with hooks, in the order in which they were seen."""
+    # a reduction is no fixed factor
+    passes = [seen for seen in e.window.passes.values() if not seen.by_hooks]
+    hooked = [seen for seen in passes if any(record.hooked for record in seen.records)]
+    if not hooked:
+        return []
     found: dict[tuple[int, int], Hooked] = {}
     own = {*e.window.keys}
-    for seen in e.window.passes.values():
-        if seen.by_hooks:  # a reduction is no fixed factor
-            continue
+    for seen in hooked:
         for rank, record in enumerate(seen.records):
             for key in record.hooked.keys() & own:
                 same = record.hooked[key]
