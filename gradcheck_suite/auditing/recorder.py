@@ -194,6 +194,9 @@ class Lines:
 _engine_class: Any = type(getattr(torch.autograd.Variable, "_execution_engine", object()))
 
 
+_run_backward: Any = getattr(_engine_class, "run_backward", None)
+
+
 class Engine(_engine_class):  # type: ignore[misc]
     """Autograd's engine, which tells a recorder of every pass."""
 
@@ -202,15 +205,17 @@ class Engine(_engine_class):  # type: ignore[misc]
     def run_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a pass; the arguments are those of torch's `_engine_run_backward`."""
         recorder = self.recorder
+        if recorder is not None and not recorder.records:
+            # of a run that is only counted each pass and step comes by here
+            if kwargs.get("accumulate_grad", False):
+                recorder.count_pass()
+            return _run_backward(self, tensors, *args, **kwargs)
         # dynamo traces Python that runs while it compiles, and a window that is computed again is
         # nobody's pass
         if recorder is None or recorder.is_silent or torch.compiler.is_dynamo_compiling():
             return super().run_backward(tensors, *args, **kwargs)
         inputs = args[3] if len(args) > 3 else ()
         accumulates = bool(kwargs.get("accumulate_grad", False))
-        if not recorder.records:
-            recorder.passes_seen += accumulates and _task() == -1
-            return super().run_backward(tensors, *args, **kwargs)
         running = recorder.begin(tensors, args[0] if args else (), accumulates, inputs)
         try:
             result = super().run_backward(tensors, *args, **kwargs)
@@ -375,6 +380,8 @@ class Recorder:
         self._wrapped: dict[int, bool] = {}
         self._optimizers: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._next_optimizer = 0
+        # steps that have begun, and not ended by themselves
+        self._stepping = 0
         self._gone: list[tuple[int, int]] = []
         self._passes_at_step: dict[int, int] = {}
         self._passes_at_last_step = 0
@@ -550,6 +557,11 @@ class Recorder:
             due = self._due
             self._due = None
             due()
+
+    def count_pass(self) -> None:
+        """Count a pass of a run of which passes and steps are only counted."""
+        if not self.is_silent and _task() == -1 and not torch.compiler.is_dynamo_compiling():
+            self.passes_seen += 1
 
     @property
     def is_silent(self) -> bool:
@@ -1276,11 +1288,19 @@ class Recorder:
 
     @_guarded(STEPS, computes=False)
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        stepping = _optimizers_on_the_stack(optimizer)
-        # a step of a subclass that calls the one of its base class is one step
-        nested = len(stepping) > 1
-        if self.is_silent or (nested and any(one is optimizer for one in stepping[1:])):
+        if self.is_silent:
             return None
+        nested = False
+        if self._stepping:
+            # a step that has raised has not ended, and nothing but the stack tells
+            stepping = _optimizers_on_the_stack(optimizer)
+            # a step of a subclass that calls the one of its base class is one step
+            nested = len(stepping) > 1
+            if nested and any(one is optimizer for one in stepping[1:]):
+                self._stepping += 1
+                return None
+            self._stepping = self._stepping if nested else 0
+        self._stepping += 1
         if self._gone:
             self._forget_optimizers()
         self.steps_seen += not nested
@@ -1302,6 +1322,10 @@ class Recorder:
 
     @_guarded(STEPS, computes=False)
     def _step_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._stepping = max(self._stepping - 1, 0)
+        if not self.records:
+            self._passes_at_last_step = self.passes_seen
+            return
         index = self.index(optimizer)
         if index in self._passes_at_step:  # those of a closure, too
             self._passes_at_step[index] = self._passes_at_last_step = self.passes_seen
