@@ -48,10 +48,10 @@ from gradcheck_suite.auditing.recomputation import (
 )
 from gradcheck_suite.auditing.recorder import Recorder, Running
 from gradcheck_suite.auditing.replay import StepWindow, near
+from gradcheck_suite.auditing.rules import StepFault
 from gradcheck_suite.auditing.schedule import AGAIN, Schedule
 from gradcheck_suite.auditing.stopping import StoppedOnViolation, Terminated, in_words
 from gradcheck_suite.auditing.strays import Strays
-from gradcheck_suite.auditing.sums import StepFault
 from gradcheck_suite.auditing.terms import Reader, declare
 from gradcheck_suite.auditing.told import Told, tell
 from gradcheck_suite.auditing.weighing import violation_of

@@ -553,6 +553,10 @@ SENTENCES = {
         "parameters were written between a call of the model and its backward, which then computes"
         " with other ones than the call"
     ),
+    "before the step": (
+        "the parameters were written between the call of the model and its backward: the gradient is"
+        " the one at the parameters of before, and the step starts from other ones"
+    ),
     "stale casts": (
         "autocast keeps the parameters of an earlier step, cast to {dtype}, since its context is"
         " not left between the step and the next call"
@@ -799,6 +803,8 @@ def _compute(asked: Asked, result: Recomputed) -> None:
     ):  # those draw on purpose
         _blame("wrong-backward", SENTENCES["redrawn"], difference, result)
     if result.name is None:
+        _judge_age(asked, parts, result)
+    if result.name is None:
         _judge_functions(asked, parts, total.functions, result)
 
 
@@ -846,6 +852,29 @@ def _differs(turn: Turn, key: int, again: Vector, dtype: str) -> bool:
         if not off <= unit * (of_sums + float(np.abs(again[part]).max())):
             return True
     return False
+
+
+def _judge_age(asked: Asked, parts: Sequence[Part], result: Recomputed) -> None:
+    """Ask whether the gradient is one of parameters that the step does not start from.
+
+    A loss that is computed before the last step goes backward after it: `.grad` is that of its
+    calls, and their parameters are those of before. What arrives at the calls' outputs is of before,
+    too, so that the outputs are compared and not the gradient.
+    """
+    old = [
+        part
+        for part in parts
+        if part.forward.was_moved and part.forward.kept.parameters.keys() & asked.compared.keys()
+    ]
+    now = [
+        replace(part, forward=replace(part.forward, kept=replace(part.forward.kept, parameters={})))
+        for part in old
+    ]
+    how = How(forward_only=True)
+    replayed = [replay(p.forward, p.forward.arguments, p.cotangents, how) for p in now]
+    if any(map(_lost_by, now, replayed)):
+        result.name = "stale-parameters"
+        result.sentence = SENTENCES["before the step"]
 
 
 def _expect_comparable(asked: Asked, total: Total) -> None:

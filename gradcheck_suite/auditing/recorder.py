@@ -399,6 +399,8 @@ class Recorder:
         self._standing: dict[int, Raw] = {}
         self._graphs = KnownGraphs()
         self._shards: set[int] = set()
+        self._renormed: set[int] = set()
+        self._renormed_of = 0
         self._groups: dict[int, weakref.ref[Any]] | None = None
         self._late: list[PassRecord] = []
         self._reset: Place | None = None
@@ -1021,11 +1023,15 @@ class Recorder:
         A version does not tell of `.data`, by which averages are swapped in and parameters
         perturbed.
         """
+        if self._renormed_of != len(self.parameters):
+            self._renormed_of = len(self.parameters)
+            self._renormed = _renormed_weights()
         own = {
             key: p
             for key, known in self.parameters.items()
             if (p := known.reference()) is not None
             and p.requires_grad  # a frozen copy may follow the trained ones
+            and id(p) not in self._renormed
         }
         marks = self._values_of.marks([*own.values()])
         if None in marks:
@@ -1574,6 +1580,15 @@ def _some_of(gradient: torch.Tensor) -> torch.Tensor:
     found = gradient.detach()
     flat = found.as_strided((number,), (1,)) if in_a_row else found.reshape(-1)
     return flat[:: max(1, number // MOST_RATIOS)][:MOST_RATIOS].clone()
+
+
+def _renormed_weights() -> set[int]:
+    """Return the ids of weights that their own forward writes: those of embeddings with a
+    `max_norm`.
+    """
+    modules = living(torch.nn.Embedding, torch.nn.EmbeddingBag)
+    bounded = [one for one in modules if one.__dict__.get("max_norm") is not None]
+    return {id(one.__dict__["_parameters"].get("weight")) for one in bounded}
 
 
 def _is_same(known: Known, gradient: torch.Tensor) -> bool:

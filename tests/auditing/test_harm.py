@@ -52,7 +52,7 @@ PLANTED = [
     (terms, "kind"),
     (replay.Replay, "on_pass"),
     (replay.Replay, "on_step"),
-    (judge, "judge_sums"),
+    (judge, "decide"),
     (judge, "judge_weights"),
     (weights, "compare"),
     (recomputation, "_compute"),
