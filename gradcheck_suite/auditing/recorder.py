@@ -51,6 +51,7 @@ from gradcheck_suite.auditing.events import (
 )
 from gradcheck_suite.auditing.known_graphs import KnownGraphs, Made
 from gradcheck_suite.auditing.modes import Apart, is_of_rows
+from gradcheck_suite.auditing.parameter_points import ParameterPoints, Points
 from gradcheck_suite.auditing.places import NOWHERE, Place, here, living, loop_here, shown
 from gradcheck_suite.auditing.samples import Raw
 from gradcheck_suite.auditing.terms import (
@@ -399,14 +400,12 @@ class Recorder:
         self._standing: dict[int, Raw] = {}
         self._graphs = KnownGraphs()
         self._shards: set[int] = set()
-        self._renormed: set[int] = set()
-        self._renormed_of = 0
         self._groups: dict[int, weakref.ref[Any]] | None = None
         self._late: list[PassRecord] = []
         self._reset: Place | None = None
         self._schedules: list[weakref.ref[Any]] | None = None
         self._averages: list[weakref.ref[torch.Tensor]] = []
-        self._values_of = samples.Together()
+        self._points_of = ParameterPoints()
         self._gradients_of = samples.Together()
         self._clipped_of = samples.Together()
         self._before_clipping = dict[int, Raw]()
@@ -1017,33 +1016,20 @@ class Recorder:
         self._handles.append(found)
         _arrange(parameter._post_accumulate_grad_hooks, [found.id], [])
 
-    def _points(self) -> dict[int, int]:
-        """Return a checksum of each parameter's values, or its version where they lie on a device.
-
-        A version does not tell of `.data`, by which averages are swapped in and parameters
-        perturbed.
-        """
-        if self._renormed_of != len(self.parameters):
-            self._renormed_of = len(self.parameters)
-            self._renormed = _renormed_weights()
-        own = {
-            key: p
-            for key, known in self.parameters.items()
-            if (p := known.reference()) is not None
-            and p.requires_grad  # a frozen copy may follow the trained ones
-            and id(p) not in self._renormed
-        }
-        marks = self._values_of.marks([*own.values()])
-        if None in marks:
+    def _points(self) -> Points:
+        """Return a checksum of each parameter's values, or its version where they lie on a device."""
+        found = ((key, known.reference()) for key, known in self.parameters.items())
+        # a frozen copy may follow the trained ones
+        points = self._points_of.now(
+            {key: p for key, p in found if p is not None and p.requires_grad}, self.steps_seen
+        )
+        if self._points_of.has_versions_alone:
             said = (
                 "parameters lie on a device, or have no memory in a row: writes to them through"
                 " `.data` are not seen"
             )
             self.notes[finding("unseen-writes", said)] = 1
-        return {
-            key: own[key]._version if mark is None else mark
-            for key, mark in zip(own, marks, strict=True)
-        }
+        return points
 
     @_guarded(SUMS)
     def _look_at_gradients(self) -> None:
@@ -1580,15 +1566,6 @@ def _some_of(gradient: torch.Tensor) -> torch.Tensor:
     found = gradient.detach()
     flat = found.as_strided((number,), (1,)) if in_a_row else found.reshape(-1)
     return flat[:: max(1, number // MOST_RATIOS)][:MOST_RATIOS].clone()
-
-
-def _renormed_weights() -> set[int]:
-    """Return the ids of weights that their own forward writes: those of embeddings with a
-    `max_norm`.
-    """
-    modules = living(torch.nn.Embedding, torch.nn.EmbeddingBag)
-    bounded = [one for one in modules if one.__dict__.get("max_norm") is not None]
-    return {id(one.__dict__["_parameters"].get("weight")) for one in bounded}
 
 
 def _is_same(known: Known, gradient: torch.Tensor) -> bool:
