@@ -589,49 +589,19 @@ class Recorder:
     def begin(self, tensors: Any, gradients: Any, accumulates: bool, inputs: Any) -> Running | None:
         """Note the beginning of a pass; a pass that runs inside another one belongs to that."""
         roots = [t for t in tensors if edge_of(t)[0] is not None]
-        if any(
-            torch._C._functorch.is_functorch_wrapped_tensor(t)
-            for t in roots
-            if isinstance(t, torch.Tensor)
-        ):
-            # what a transformation returns is a value of the program's
-            said = "a loss inside of torch.func is not seen: what it returns is no backward pass"
-            self.notes[finding("functional-loss", said)] += 1
+        if self._is_no_pass(roots, gradients):
             return None
-        if any(isinstance(g, torch.Tensor) and is_of_rows(g) for g in gradients):
-            return None
-        if any(isinstance(t, torch.Tensor) and not samples.has_values(t) for t in roots):
-            return None  # operations are counted on the meta device or with fake tensors: nothing is trained
         task = _task()
         outer = self._running.get(task)
-        if outer is None:
-            if task == -1:  # a hook runs in the thread of a device
-                self._note_thread()
-                if self.concurrent:
-                    self._unhook(2)
-                    return None
-            self._note_unseen()
-            self._before_clipping = {}
-            # what a pass computes itself, as an adjoint does, would take ten times as long with
-            # stacks
-            self._end_of_stacks()
-            if accumulates or any(isinstance(p, torch.nn.Parameter) for p in inputs):
-                record = PassRecord(here(), accumulates, loop=loop_here(), reset=self._reset)
-                self._reset = None
-            else:
-                record = PassRecord(NOWHERE, False)  # of which nothing is kept
-            running = Running(record, Reader())
-            self._unbound.append(running)
-            if self._objectives:
-                self._declare(roots)
-            if self._weights and (
-                accumulates or any(isinstance(p, torch.nn.Parameter) for p in inputs)
-            ):
-                self._read(running, roots)
-        else:
+        if outer is not None:
             running = Running(outer.record, Reader(), outer)
             if self._weights and accumulates:
                 self._read_inside(running, roots)
+        elif task == -1 and self._has_others():
+            self._unhook(2)
+            return None
+        else:
+            running = self._begin_outermost(roots, accumulates, inputs)
         for root in roots:
             # hooks run in the thread of a device: autograd's number of the pass tells which pass
             # they belong to
@@ -640,6 +610,44 @@ class Recorder:
             self._look_below(running, roots)
             if outer is None and self._sums:
                 self._look_at_gradients()
+        return running
+
+    def _is_no_pass(self, roots: Sequence[Any], gradients: Iterable[Any]) -> bool:
+        """Return whether what goes backward is none that trains."""
+        own = [root for root in roots if isinstance(root, torch.Tensor)]
+        if any(torch._C._functorch.is_functorch_wrapped_tensor(one) for one in own):
+            # what a transformation returns is a value of the program's
+            said = "a loss inside of torch.func is not seen: what it returns is no backward pass"
+            self.notes[finding("functional-loss", said)] += 1
+            return True
+        if any(isinstance(g, torch.Tensor) and is_of_rows(g) for g in gradients):
+            return True
+        # operations are counted on the meta device or with fake tensors: nothing is trained
+        return not all(map(samples.has_values, own))
+
+    def _has_others(self) -> bool:
+        """Return whether two threads go backward at once: a hook runs in the thread of a device."""
+        self._note_thread()
+        return self.concurrent
+
+    def _begin_outermost(self, roots: list[Any], accumulates: bool, inputs: Any) -> Running:
+        """Note the beginning of a pass that is not inside of another one."""
+        self._note_unseen()
+        self._before_clipping = {}
+        # what a pass computes itself, as an adjoint does, would take ten times as long with stacks
+        self._end_of_stacks()
+        is_kept = accumulates or any(isinstance(p, torch.nn.Parameter) for p in inputs)
+        if is_kept:
+            record = PassRecord(here(), accumulates, loop=loop_here(), reset=self._reset)
+            self._reset = None
+        else:
+            record = PassRecord(NOWHERE, False)  # of which nothing is kept
+        running = Running(record, Reader())
+        self._unbound.append(running)
+        if self._objectives:
+            self._declare(roots)
+        if self._weights and is_kept:
+            self._read(running, roots)
         return running
 
     def _note_thread(self) -> None:
