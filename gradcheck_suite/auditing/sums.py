@@ -28,6 +28,7 @@ from gradcheck_suite.auditing.places import (
     is_edit,
     is_given_up,
     is_reset,
+    is_skipped,
     is_tried,
     lines_between,
 )
@@ -463,14 +464,25 @@ def _is_rest(e: E) -> bool:
 def _is_begun_anew(e: E) -> Found:
     """Ask whether a window was begun anew on purpose.
 
-    What is left is a whole mean: the rest of a window that is reset inside would weigh less.
+    What is left is as many passes as windows have in which nothing is missing, or a whole mean: the
+    rest of a window that is reset inside would be fewer, and weigh less.
     """
     if not e.lost or len(e.kept) < 2 or not _comes_first(e):
         return None
-    window = e.window
-    if not is_tried(e.pass_of(max(e.lost)).site) or not weigh_one(window, used_of(window)):
+    if len(e.kept) != e.history.typical_k and not _is_whole_mean_after_leaving(e):
         return None
     return Sighting({"reset": _resets(e, e.lost) or ""}, where=_at_step(e))
+
+
+def _is_whole_mean_after_leaving(e: E) -> bool:
+    """Return whether the program goes on elsewhere after the reset, and what it then steps on weighs
+    as a whole mean.
+    """
+    change = _resets(e, e.lost)
+    leaves = change is not None and change.line is not None and is_skipped(change.line)
+    if not leaves and not is_tried(e.pass_of(max(e.lost)).site):
+        return False
+    return weigh_one(e.window, used_of(e.window))
 
 
 def _is_cut_off(e: E) -> Found:
