@@ -901,7 +901,7 @@ _IN_ORDER: Sequence[Rule[E]] = (
         "short-window",
     ),
     _wrong(
-        "begun anew",
+        "window begun anew",
         _is_begun_anew,
         "1 + {more:.6g}: its last {whole} are a whole mean, and what went backward before was not"
         " reset",
