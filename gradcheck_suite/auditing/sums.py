@@ -132,12 +132,34 @@ def _other_steps(window: StepWindow, index: int) -> Sequence[int]:
 
 
 def _is_written_over(e: E) -> Found:
-    """Ask whether a result of `torch.autograd.grad` is written over by the next one of its line."""
+    """Ask whether a result of `torch.autograd.grad` is written over by the next one of its line:
+    the last one alone is there.
+    """
+    there, gone = _results(e)
+    if not there or not gone or len(there) > 1 or max(gone) > there[0]:
+        return None
+    return _at_places(e, gone)
+
+
+def _is_left_out(e: E) -> Found:
+    """Ask whether some results of one line are put into `.grad`, and others are not."""
+    there, gone = _results(e)
+    return _at_places(e, gone) if there and gone else None
+
+
+def _results(e: E) -> tuple[Columns, Columns]:
+    """Return the results of `torch.autograd.grad` that are in `.grad` and those that are not, of
+    lines that have both.
+    """
     is_there = np.abs(e.mean) > 1e-3
     there = columns_of(e.by_hand & is_there)
     gone = columns_of(e.by_hand & ~is_there)
     both = e.places(there) & e.places(gone)
-    return Sighting(more=f" ({', '.join(sorted(map(str, both)))})") if both else None
+    return [j for j in there if e.places([j]) & both], [j for j in gone if e.places([j]) & both]
+
+
+def _at_places(e: E, columns: Columns) -> Sighting:
+    return Sighting(more=f" ({', '.join(sorted(map(str, e.places(columns))))})")
 
 
 def _is_torn(e: E) -> Found:
@@ -1015,6 +1037,12 @@ _WHOLE = _in_order(
         "reset-inside-window",
         _is_written_over,
         "results of `torch.autograd.grad` are written over",
+    ),
+    Rule[E](
+        "left out",
+        "dropped-micro-batch",
+        _is_left_out,
+        "some results of `torch.autograd.grad` are not in the gradient that is put together from them",
     ),
     Rule[E](
         "torn",
