@@ -179,6 +179,7 @@ TABLE = (
             "jax.interpreters.ad.primitive_jvps",
             "jax.interpreters.batching.fancy_primitive_batchers",
             "jax.interpreters.mlir.register_lowering",
+            "jax.interpreters.partial_eval.dce_jaxpr",
             "jax.lax.pcast",
             "jax.shard_map",
             "jax.typeof",

@@ -22,7 +22,13 @@ import jax
 import numpy as np
 
 from gradcheck_suite.auditing.jax.equations import flatten, is_float
-from gradcheck_suite.auditing.jax.losses import UNMARKED, custom_rules, terms_of, varying
+from gradcheck_suite.auditing.jax.losses import (
+    UNMARKED,
+    adds_up_over_devices,
+    custom_rules,
+    terms_of,
+    varying,
+)
 from gradcheck_suite.auditing.jax.marks import Mark, PassMark, UpdateMark, coarsest, put_mark
 from gradcheck_suite.auditing.places import Place, here
 
@@ -230,6 +236,7 @@ def _mark_pass(now: Marking, loss: Any, gradient: Any, traced: TracedLoss, cotan
         rules=custom_rules(program, trained),
         # what differs between devices, where the gradient does not, JAX has added up over them
         reduced=tuple(sorted(axes - _varying_over(given))),
+        adds_up_loss=adds_up_over_devices(program, trained),
         scaled=cotangent is not None,
     )
     through = put_mark(mark, given, [loss, *inputs])

@@ -292,6 +292,10 @@ class JaxRecorder:
         if key not in self._programs:
             run, replay = replay_program(closed, self._contents)
             inside = self._contents.marks(closed.jaxpr)
+            lost = self._contents.without_effect(closed.jaxpr)
+            for mark in inside:
+                if isinstance(mark, UpdateMark):
+                    mark.is_lost = id(mark) in lost
             has_marks = bool(inside)
             self._seen.update(map(id, inside))
             self._programs[key] = Beside(closed, run if has_marks else None, replay)

@@ -25,6 +25,10 @@ def tokens(steps, micro, size=4, length=12, vocab=11, seed=0):
 k = jax.random.split(jax.random.key(0), 2)
 linear = {"w": 0.3 * jax.random.normal(k[0], (6, 1)), "b": jnp.zeros(1)}
 lm = {"emb": 0.1 * jax.random.normal(k[0], (11, 8)), "out": 0.1 * jax.random.normal(k[1], (8, 11))}
+rnn = {
+    name: 0.4 * jax.random.normal(jax.random.key(i), shape)
+    for i, (name, shape) in enumerate({"i": (1, 5), "h": (5, 5), "o": (5, 1)}.items())
+}
 zeros = lambda tree: jax.tree.map(jnp.zeros_like, tree)
 add = lambda a, b: jax.tree.map(jnp.add, a, b)
 scale = lambda tree, c: jax.tree.map(lambda g: g * c, tree)
@@ -301,6 +305,81 @@ def train(p, data):
 train(p, data)
 """,
     ),
+    "wrong_custom_vjp_inside_a_scan": (
+        "wrong-backward",
+        """
+@jax.custom_vjp
+def activation(x):
+    return jnp.tanh(x)
+def backward(t, ct):
+    return (ct * t * (1 - t),)
+activation.defvjp(lambda x: (jnp.tanh(x), jnp.tanh(x)), backward)
+tx = optax.adam(1e-2); s = tx.init(rnn); p = rnn
+@jax.jit
+def step(p, s, x, y):
+    def loss(p):
+        def cell(h, row):
+            return activation(row @ p["i"] + h @ p["h"]), None
+        h, _ = jax.lax.scan(cell, jnp.zeros((8, 5)), jnp.moveaxis(x, -1, 0)[..., None])
+        return jnp.mean((h @ p["o"] - y) ** 2)
+    u, s = tx.update(jax.grad(loss)(p), s, p)
+    return optax.apply_updates(p, u), s
+for xs, ys in rows(6, 1):
+    p, s = step(p, s, xs[0], ys[0])
+""",
+    ),
+    "clipped_by_optax_per_micro_batch": (
+        "clipped",
+        """
+tx = optax.adam(1e-2); p = linear; s = tx.init(p); clip = optax.clip_by_global_norm(0.3)
+@jax.jit
+def step(p, s, xs, ys):
+    def body(acc, b):
+        g, _ = clip.update(jax.grad(mse)(p, *b), optax.EmptyState())
+        return add(acc, scale(g, 1 / 4)), None
+    g, _ = jax.lax.scan(body, zeros(p), (xs, ys))
+    u, s = tx.update(g, s, p)
+    return optax.apply_updates(p, u), s
+for xs, ys in rows(6, 4):
+    p, s = step(p, s, xs, ys)
+""",
+    ),
+    "two_steps_whose_updates_are_thrown_away": (
+        "parameter-not-updated",
+        """
+tx = optax.adam(1e-2); p = linear; s = tx.init(p)
+@jax.jit
+def step(p, s, xs, ys):
+    def body(state, b):
+        p, s = state
+        loss, g = jax.value_and_grad(mse)(p, *b)
+        u, s = tx.update(g, s, p)
+        return (optax.apply_updates(p, u), s), loss
+    return jax.lax.scan(body, (p, s), (xs, ys))[1][:1]
+for xs, ys in rows(1, 2):
+    step(p, s, xs, ys)
+""",
+    ),
+    "means_weighted_by_rows": (
+        "wrong-count",
+        """
+tx = optax.adam(1e-2); p = lm; s = tx.init(p)
+def loss(p, x, y, m):
+    return jnp.average(ce(p, x, y), weights=m), m.any(-1).sum()
+@jax.jit
+def step(p, s, xs, ys, ms):
+    def body(acc, b):
+        (_, n), g = jax.value_and_grad(loss, has_aux=True)(p, *b)
+        return (add(acc[0], scale(g, n)), acc[1] + n), None
+    (g, n), _ = jax.lax.scan(body, (zeros(p), 0), (xs, ys, ms))
+    u, s = tx.update(scale(g, 1 / n), s, p)
+    return optax.apply_updates(p, u), s
+for i, (xs, ys, ms) in enumerate(tokens(6, 4, size=6)):
+    for j in range(4):
+        ms[j, : (i + j) % 4] = 0
+    p, s = step(p, s, xs, ys, ms)
+""",
+    ),
 }
 """Name -> diagnosis, script."""
 
@@ -569,10 +648,75 @@ for xs, ys in rows(4, 1):
 jax.effects_barrier()
 assert len(seen) == 4, seen
 """,
+    "right_custom_vjp_inside_a_scan_over_time": """
+@jax.custom_vjp
+def soft(x):
+    return jnp.log1p(jnp.exp(x))
+soft.defvjp(lambda x: (jnp.log1p(jnp.exp(x)), x), lambda x, t: (t * jax.nn.sigmoid(x),))
+tx = optax.adam(1e-2); s = tx.init(rnn); p = rnn
+def loss(p, x, y):
+    def cell(h, row):
+        h = soft(row @ p["i"] + h @ p["h"])
+        return 0.5 * h, h @ p["o"]
+    _, out = jax.lax.scan(cell, jnp.zeros((8, 5)), x)
+    return jnp.mean((out - y) ** 2)
+@jax.jit
+def step(p, s, xs, ys):
+    g = scale(functools.reduce(add, [jax.grad(loss)(p, x, y) for x, y in zip(xs, ys)]), 1 / 2)
+    u, s = tx.update(g, s, p)
+    return optax.apply_updates(p, u), s
+for xs, _ in rows(6, 2, size=7, width=8):
+    p, s = step(p, s, xs[..., None], np.cumsum(xs, 1)[..., None])
+""",
+    "steps_by_hand_along_what_optax_gives": """
+tx = optax.scale_by_adam(); p = linear; s = tx.init(p)
+@jax.jit
+def step(p, s, xs, ys):
+    g, _ = jax.lax.scan(lambda a, b: (add(a, jax.grad(mse)(p, *b)), None), zeros(p), (xs, ys))
+    u, s = tx.update(scale(g, 1 / 4), s, p)
+    return jax.tree.map(lambda a, b: a - 1e-2 * b, p, u), s
+for xs, ys in rows(6, 4):
+    p, s = step(p, s, xs, ys)
+""",
+    "transformation_for_its_state_alone": """
+tx = optax.sgd(1e-2); mean = optax.ema(0.9); p = linear; s = tx.init(p), mean.init(p)
+@jax.jit
+def step(p, s, x, y):
+    g = jax.grad(mse)(p, x, y)
+    _, kept = mean.update(p, s[1])
+    u, s = tx.update(g, s[0], p)
+    return optax.apply_updates(p, u), (s, kept)
+for xs, ys in rows(6, 1):
+    p, s = step(p, s, xs[0], ys[0])
+""",
+    "ensemble_that_starts_equal": """
+tx = optax.adam(1e-2); p = jax.tree.map(lambda a: jnp.stack([a] * 3), linear); s = jax.vmap(tx.init)(p)
+@jax.jit
+@jax.vmap
+def step(p, s, x, y):
+    u, s = tx.update(jax.grad(mse)(p, x, y), s, p)
+    return optax.apply_updates(p, u), s
+for xs, ys in rows(6, 3):
+    p, s = step(p, s, xs, ys)
+""",
 }
 """Name -> script."""
 
 UNJUDGED = {
+    "multi_steps_begun_anew_in_each_epoch": (
+        "no-update",
+        """
+tx = optax.MultiSteps(optax.adam(1e-2), 8); p = linear
+@jax.jit
+def step(p, s, x, y):
+    u, s = tx.update(jax.grad(mse)(p, x, y), s, p)
+    return optax.apply_updates(p, u), s
+for epoch in range(4):
+    s = tx.init(p)
+    for xs, ys in rows(5, 1, seed=epoch):
+        p, s = step(p, s, xs[0], ys[0])
+""",
+    ),
     "loss_that_looks_at_values": (
         "untraced-loss",
         """
