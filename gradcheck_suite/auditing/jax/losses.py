@@ -54,6 +54,8 @@ LINEAR = COLLECTIVES | {
     "transpose",
 }
 """Operations that are linear in their one operand."""
+DECLARED = "audit_objective"
+"""The primitive by which `objective` says what a loss is a mean of."""
 SUMS = frozenset({"add", "add_any", "sub"})
 WITH_PROGRAMS = frozenset({"cond", "scan", "shard_map", "while"}) | CUSTOM_VJP
 """Operations inside of which a loss may be added up, where the walk does not go."""
@@ -68,6 +70,8 @@ class LossTerm:
         line: `file:line` of the sum, empty where it is not known.
         expression: the names of its operations, from the sum inwards.
         opaque: why it cannot be read as a sum over items; empty where it can.
+        declared: what the user says it is a mean or a sum of, the equation of `objective`; None
+            where nothing is said.
         of_parameters: whether it is a function of parameters alone, such as a penalty.
     """
 
@@ -76,6 +80,7 @@ class LossTerm:
     expression: tuple[str, ...]
     opaque: str = ""
     of_parameters: bool = False
+    declared: Equation | None = None
 
 
 class _Reader:
@@ -114,7 +119,9 @@ class _Reader:
         operands = self._operands(equation)
         name = equation.name
         line = equation.line or line
-        if name == "reduce_sum":
+        if name == DECLARED:
+            self.found.append(LossTerm((equation.ins[0],), line, (name,), declared=equation))
+        elif name == "reduce_sum":
             self.found.append(self._term(operands[0], line))
         elif name in SUMS | LINEAR:
             for one in operands:
@@ -219,6 +226,8 @@ def weights_of(program: Program, term: LossTerm, given: Mapping[Var, Any]) -> li
         term: of it.
         given: the values of its inputs and constants.
     """
+    if term.declared is not None:
+        return [_declared_weights(program, term.declared, given)]
     rows = []
     for level in term.levels:
 
@@ -234,6 +243,21 @@ def weights_of(program: Program, term: LossTerm, given: Mapping[Var, Any]) -> li
         row_number = jnp.sum(of_rows).astype(jnp.float32)
         rows.append(jnp.stack([least, jnp.max(size), number, jnp.sum(weights), row_number]))
     return rows
+
+
+def _declared_weights(program: Program, declared: Equation, given: Mapping[Var, Any]) -> Any:
+    """Return what is kept of the weights of a loss whose user says what it counts."""
+    loss, number = declared.ins
+    out = declared.outs[0]
+
+    def tail(value: Any) -> Any:
+        return program.evaluate(program.outputs[:1], {**given, out: value})[0].reshape(())
+
+    of_loss = UNMARKED.grad(tail)(_zeros(loss.aval)).astype(jnp.float32).reshape(())
+    count = program.evaluate([number], given)[0].astype(jnp.float32).reshape(())
+    is_mean = declared.params["reduction"] == "mean"
+    weight = of_loss / count if is_mean else of_loss
+    return jnp.stack([jnp.abs(weight), jnp.abs(weight), count, weight * count, count])
 
 
 @dataclass(frozen=True)
@@ -281,7 +305,7 @@ def row_inputs(term: LossTerm, data: Sequence[Var]) -> list[Var]:
 
 def _items_of(term: LossTerm) -> Var | None:
     """Return the outermost items of a term that may belong to rows, None where there are none."""
-    if term.of_parameters or term.opaque:
+    if term.of_parameters or term.opaque or term.declared is not None:
         return None
     return next((one for one in term.levels if one.shape and one.shape[0] > 1), None)
 
@@ -370,12 +394,15 @@ class CustomRule:
         equation: the call.
         name: of the function.
         line: of the call.
+        trained: the operands that a gradient goes back to: of others, such as a mask, a rule may
+            return zeros.
         turns: the scans that it stands in, the outermost first.
     """
 
     equation: Equation
     name: str
     line: str
+    trained: tuple[int, ...]
     turns: tuple[Turn, ...] = ()
 
 
@@ -400,7 +427,8 @@ def _all_rules(program: Program, trained: set[Var], turns: tuple[Turn, ...]) -> 
             continue
         if equation.name in CUSTOM_VJP:
             name = str(equation.params.get("name") or _name_of(equation))
-            found.append(CustomRule(equation, name, equation.line, turns))
+            own = tuple(i for i, one in enumerate(equation.ins) if one in reached)
+            found.append(CustomRule(equation, name, equation.line, own, turns))
         elif equation.name == "scan" and equation.params["length"]:
             turn = Turn(equation, flatten(equation.params["jaxpr"]))
             found += _all_rules(turn.body, _reached_inside(turn, reached), (*turns, turn))
@@ -446,7 +474,7 @@ def check_rule(program: Program, rule: CustomRule, given: Mapping[Var, Any]) -> 
         program = turn.body
     equation = rule.equation
     values = program.evaluate(equation.ins, given)
-    moved = [i for i, value in enumerate(values) if is_float(jnp.asarray(value))]
+    moved = [i for i in rule.trained if is_float(jnp.asarray(values[i]))]
     body = equation.params.get("call_jaxpr", equation.params.get("fun_jaxpr"))
     jaxpr, constants = opened(body)
 

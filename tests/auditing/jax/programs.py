@@ -38,6 +38,30 @@ def ce(p, x, y):
     return optax.softmax_cross_entropy_with_integer_labels(jnp.tanh(p["emb"][x]) @ p["out"], y)
 """
 
+DECLARED = """
+import gradcheck_suite
+tx = optax.adam(1e-2); p = lm; s = tx.init(p)
+@jax.custom_vjp
+def fused(p, x, y, m):
+    return (ce(p, x, y) * m).sum() / m.sum()
+def forward(p, x, y, m):
+    value, back = jax.vjp(lambda p: (ce(p, x, y) * m).sum() / m.sum(), p)
+    return value, back
+fused.defvjp(forward, lambda back, t: (*back(t), None, None, None))
+def loss(p, x, y, m):
+    return gradcheck_suite.objective(fused(p, x, y, m), count=m.sum())
+@jax.jit
+def step(p, s, xs, ys, ms):
+    def body(acc, b):
+        return add(acc, scale(jax.grad(loss)(p, *b), WEIGHT)), None
+    g, _ = jax.lax.scan(body, zeros(p), (xs, ys, ms))
+    u, s = tx.update(g, s, p)
+    return optax.apply_updates(p, u), s
+for batch in tokens(6, 3):
+    p, s = step(p, s, *batch)
+"""
+"""A loss that the audit cannot read, and what its user says of it."""
+
 FAULTY = {
     "mean_over_padded_tokens": (
         "mean-of-means",
@@ -349,16 +373,18 @@ for xs, ys in rows(6, 4):
         """
 tx = optax.adam(1e-2); p = linear; s = tx.init(p)
 @jax.jit
-def step(p, s, xs, ys):
-    def body(state, b):
-        p, s = state
-        loss, g = jax.value_and_grad(mse)(p, *b)
-        u, s = tx.update(g, s, p)
-        return (optax.apply_updates(p, u), s), loss
-    return jax.lax.scan(body, (p, s), (xs, ys))[1][:1]
-for xs, ys in rows(1, 2):
-    step(p, s, xs, ys)
+def step(p, s, x, y):
+    loss, g = jax.value_and_grad(mse)(p, x, y)
+    u, s = tx.update(g, s, p)
+    p = optax.apply_updates(p, u)
+    return loss
+for xs, ys in rows(2, 1):
+    step(p, s, xs[0], ys[0])
 """,
+    ),
+    "declared_means_that_weigh_the_same": (
+        "mean-of-means",
+        DECLARED.replace("WEIGHT", "1 / 3"),
     ),
     "means_weighted_by_rows": (
         "wrong-count",
@@ -688,6 +714,20 @@ def step(p, s, x, y):
     return optax.apply_updates(p, u), (s, kept)
 for xs, ys in rows(6, 1):
     p, s = step(p, s, xs[0], ys[0])
+""",
+    "declared_means_weighted_by_their_counts": DECLARED.replace("WEIGHT", "b[2].sum() / ms.sum()"),
+    "backward_that_leaves_a_compiled_function": """
+tx = optax.sgd(1e-2); p = linear; s = tx.init(p)
+@jax.jit
+def forward(p, x, y):
+    return jax.vjp(lambda p: mse(p, x, y), p)
+@jax.jit
+def step(p, s, back):
+    u, s = tx.update(back(1.0)[0], s, p)
+    return optax.apply_updates(p, u), s
+for xs, ys in rows(6, 1):
+    loss, back = forward(p, xs[0], ys[0])
+    p, s = step(p, s, back)
 """,
     "ensemble_that_starts_equal": """
 tx = optax.adam(1e-2); p = jax.tree.map(lambda a: jnp.stack([a] * 3), linear); s = jax.vmap(tx.init)(p)
