@@ -8,6 +8,7 @@ rule of their own. No argument has to be guessed to be the batch.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -416,7 +417,8 @@ def custom_rules(program: Program, trained: Sequence[Var]) -> list[CustomRule]:
     for rule in _all_rules(program, set(trained), ()):
         avals = (str(one.aval) for one in rule.equation.ins)
         several.setdefault((rule.name, rule.line, *avals), []).append(rule)
-    return [rule for alike in several.values() for rule in alike[-MOST_ALIKE:]]
+    last = (alike[-MOST_ALIKE:] for alike in several.values())
+    return list(itertools.chain.from_iterable(last))
 
 
 def _all_rules(program: Program, trained: set[Var], turns: tuple[Turn, ...]) -> list[CustomRule]:

@@ -231,11 +231,9 @@ class Verdicts:
         for window, one in zip(windows, pending, strict=True):
             if window.length > 1 or not window.step.is_scaled:
                 continue
-            read = [
-                found
-                for objectives in one.readings[0].values()
-                for found in objectives.get("each", ())
-            ]
+            read: list[Objective] = []
+            for objectives in one.readings[0].values():
+                read += objectives.get("each", ())
             divisors = [_share_of(found) for found in read]
             if not read or not all(divisors):
                 continue  # where one term is whole, the share of another is a coefficient

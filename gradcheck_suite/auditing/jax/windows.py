@@ -225,9 +225,10 @@ def is_of_earlier_step(window: Window, optimizer: Optimizer) -> bool:
     return any(_is_close(point, one, shapes) for one in known)
 
 
-SAME, SAME_SUM = 1e-7, 1e-6
-"""By how much parameters that are the same may differ, relative to the largest: elements not at all, sums over all
-elements by the order in which each program adds them up."""
+SAME = 1e-7
+"""By how much elements of parameters that are the same may differ, relative to the largest: not at all."""
+SAME_SUM = 1e-6
+"""The same of sums over all elements, by the order in which each program adds them up."""
 
 
 def _is_close(a: Vector, b: Vector, shapes: Sequence[tuple[int, ...]]) -> bool:
@@ -350,7 +351,6 @@ class Optimizer:
         index: in the order of first steps.
         last: the sample of the gradient at its last step.
         before: the gradients of its last window.
-        since: the number of passes there were at its last step.
         sites: the places of passes that it has stepped on.
         lengths: numbers of passes of its windows -> how often.
         generation: of what is known; another one tells that events before it were not seen.
@@ -368,7 +368,6 @@ class Optimizer:
     index: int
     last: Column | None = None
     before: list[Column] = field(default_factory=list)
-    since: int = 0
     sites: set[Place] = field(default_factory=set)
     lengths: Counter[int] = field(default_factory=Counter)
     generation: int = 0
