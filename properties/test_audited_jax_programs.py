@@ -142,9 +142,10 @@ FAULTS = {
     "sum of means": ({"mean-of-means", "wrong-scale"}, OWN_MEAN, "1.0", "zeros(p)"),
     "divided twice": ({"wrong-scale"}, SHARE, "1 / len(xs)", "zeros(p)"),
     "not begun anew": ({"stale-window"}, SHARE, "1.0", "before"),
-    "means by rows": (
-        {"wrong-count"},
-        f"scale({OWN_MEAN}, m.any(-1).sum() / ms.any(-1).sum())",
+    "means by longest rows": (
+        # where all of them are as long, a mean of means
+        {"wrong-count", "unrecognised-weights", "mean-of-means"},
+        f"scale({OWN_MEAN}, m.any(0).sum() / ms.any(-2).sum())",
         "1.0",
         "zeros(p)",
     ),

@@ -13,7 +13,13 @@ import jax
 
 from gradcheck_suite.auditing.jax.calls import Call
 from gradcheck_suite.auditing.jax.losses import UNMARKED
-from gradcheck_suite.auditing.jax.marks import Mark, PassMark, UpdateMark, summarized
+from gradcheck_suite.auditing.jax.marks import (
+    MappedAxis,
+    Mark,
+    PassMark,
+    UpdateMark,
+    summarized,
+)
 from gradcheck_suite.auditing.jax.replay import Contents, Replay, replay_program
 
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -119,13 +125,13 @@ class Programs:
             )
         return compiled
 
-    def summary(self, mark: Mark) -> Any:
+    def summary(self, mark: Mark, axes: tuple[MappedAxis, ...]) -> Any:
         """Return the compiled summary of a mark; equal losses that are traced anew share one."""
         text = mark.program.signature() if isinstance(mark, PassMark) else ""
-        key = f"{type(mark).__name__} {mark.shapes} {text} {_layout(mark)}"
+        key = f"{type(mark).__name__} {mark.shapes} {text} {_layout(mark)} {axes}"
         if key not in self._eager:
             self._eager[key] = UNMARKED.jit(
-                lambda *values: summarized(mark, (), values), compiler_options=QUICK
+                lambda *values: summarized(mark, axes, values), compiler_options=QUICK
             )
         return self._eager[key]
 

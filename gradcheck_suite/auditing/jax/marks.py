@@ -180,7 +180,7 @@ class MappedAxis:
     size: int
 
 
-RECORD: list[Callable[[Mark, Sequence[Any]], None]] = []
+RECORD: list[Callable[[Mark, Sequence[Any], tuple[MappedAxis, ...]], None]] = []
 """Takes the values of a mark that is evaluated, and not traced; empty while no audit is open."""
 
 mark_p = jex.Primitive("audit_mark")
@@ -190,8 +190,8 @@ mark_p.multiple_results = True
 def _evaluate(
     *values: Any, mark: Mark, through: int, axes: tuple[MappedAxis, ...]
 ) -> Sequence[Any]:
-    if RECORD and not axes:
-        RECORD[-1](mark, values)
+    if RECORD:
+        RECORD[-1](mark, values, axes)
     return list(values[:through])
 
 

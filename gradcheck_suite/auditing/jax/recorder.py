@@ -19,15 +19,15 @@ import jax
 
 from gradcheck_suite.auditing.jax import calls, functions, marks
 from gradcheck_suite.auditing.jax.beside import Programs, TooLargeError
-from gradcheck_suite.auditing.jax.calls import Call, Compiled
+from gradcheck_suite.auditing.jax.calls import Call
 from gradcheck_suite.auditing.jax.functions import Marking, observed, seen_by_optimizer
-from gradcheck_suite.auditing.jax.marks import Mark, PassMark, UpdateMark
+from gradcheck_suite.auditing.jax.marks import MappedAxis, Mark, PassMark, UpdateMark
 from gradcheck_suite.auditing.jax.replay import (
     CannotReplayError,
     Cut,
     Event,
-    MarkEvent,
     events_of,
+    kept_mark,
 )
 from gradcheck_suite.auditing.schedule import Schedule
 from gradcheck_suite.core.findings import Found, finding
@@ -105,7 +105,7 @@ class JaxRecorder:
         self._most = steps
         self.is_open = self._is_busy = self._is_paused = False
         self._programs = Programs(say)
-        self._rates: weakref.WeakKeyDictionary[Compiled, Rate] = weakref.WeakKeyDictionary()
+        self._rates: weakref.WeakKeyDictionary[object, Rate] = weakref.WeakKeyDictionary()
         self._seen: set[int] = set()
         self._stack = contextlib.ExitStack()
         self.marking = Marking(self._marks_now, self.switch_off)
@@ -145,7 +145,7 @@ class JaxRecorder:
 
     # What happens.
 
-    def on_call(self, function: Compiled, look: Callable[[], Call]) -> None:
+    def on_call(self, function: object, look: Callable[[], Call]) -> None:
         """Look at a call of a compiled function."""
         if self._is_paused:
             rate = self._rates.get(function)
@@ -187,7 +187,7 @@ class JaxRecorder:
         finally:
             self.counts.seconds += time.perf_counter() - start
 
-    def _on_eager(self, mark: Mark, values: Sequence[Any]) -> None:
+    def _on_eager(self, mark: Mark, values: Sequence[Any], axes: tuple[MappedAxis, ...]) -> None:
         """Take a mark whose values are there, outside of any compiled function."""
         if not self.is_open or self._is_busy:
             return
@@ -195,8 +195,8 @@ class JaxRecorder:
             self._count(int(isinstance(mark, UpdateMark) and not mark.depth))
             return
         with self._guarded("a gradient outside of compiled functions"):
-            found = self._programs.summary(mark)(*values)
-            self._take([MarkEvent(mark, jax.device_get(found), 0, copies=False)])
+            found = jax.device_get(self._programs.summary(mark, axes)(*values))
+            self._take(list(events_of([kept_mark(mark, axes, found)])))
 
     @contextlib.contextmanager
     def _guarded(self, what: str) -> Iterator[None]:
@@ -277,6 +277,8 @@ def _replaced(now: Marking) -> Iterator[None]:
         replace(stack, jax, "vjp", functions.vjp)
         replace(stack, jax, "jit", calls.jit)
         replace(stack, jax, "pmap", calls.pmap)
+        for primitive in calls.LOOPS:
+            replace(stack, primitive, "impl", calls.Loop(primitive, primitive.impl))
         LATER.append((stack, now))
         try:
             for name in REPLACED_IN:

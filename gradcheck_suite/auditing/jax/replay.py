@@ -19,7 +19,13 @@ from jax.sharding import PartitionSpec
 
 from gradcheck_suite.auditing.jax.equations import ScanParts, bind, called, opened, programs_in
 from gradcheck_suite.auditing.jax.losses import UNMARKED, varying
-from gradcheck_suite.auditing.jax.marks import Mark, UpdateMark, mark_p, summarized
+from gradcheck_suite.auditing.jax.marks import (
+    MappedAxis,
+    Mark,
+    UpdateMark,
+    mark_p,
+    summarized,
+)
 
 MOST_TURNS = 64
 """Turns of a `while` loop that are kept."""
@@ -146,6 +152,22 @@ class Contents:
         return any(map(self.has_callbacks, programs_in(equation)))
 
 
+def kept_mark(mark: Mark, axes: Sequence[MappedAxis], summary: Any) -> Kept:
+    """Return what is kept of a mark, whose named axes stand for devices.
+
+    Args:
+        mark: the mark.
+        axes: that are mapped around it.
+        summary: of the mark.
+    """
+    about = AboutMark(mark, any(axis.name is None for axis in axes))
+    node = Kept(MARK, about, summary, [])
+    for axis in axes:
+        if axis.name is not None:
+            node = Kept(SHARDS, None, None, [node], axis.size)
+    return node
+
+
 @dataclass
 class Replay:
     """Evaluates a program and keeps its marks.
@@ -184,12 +206,8 @@ class Replay:
         params = equation.params
         if equation.primitive is mark_p:
             axes = params["axes"]
-            about = AboutMark(params["mark"], any(axis.name is None for axis in axes))
-            node = Kept(MARK, about, summarized(params["mark"], axes, values), [])
-            for axis in axes:
-                if axis.name is not None:
-                    node = Kept(SHARDS, None, None, [node], axis.size)
-            return values[: params["through"]], [node]
+            found = summarized(params["mark"], axes, values)
+            return values[: params["through"]], [kept_mark(params["mark"], axes, found)]
         if name in CALLBACKS:
             if equation.outvars:
                 raise CannotReplayError(

@@ -386,6 +386,28 @@ for xs, ys in rows(2, 1):
         "mean-of-means",
         DECLARED.replace("WEIGHT", "1 / 3"),
     ),
+    "scan_outside_of_compiled_functions": (
+        "wrong-scale",
+        """
+tx = optax.adam(1e-2); p = linear; s = tx.init(p)
+for xs, ys in rows(4, 3):
+    g, _ = jax.lax.scan(lambda a, b: (add(a, jax.grad(mse)(p, *b)), None), zeros(p), (xs, ys))
+    u, s = tx.update(g, s, p); p = optax.apply_updates(p, u)
+""",
+    ),
+    "vmap_outside_of_compiled_functions": (
+        "not-reduced",
+        """
+tx = optax.sgd(1e-2); p = linear; s = tx.init(p)
+@functools.partial(jax.vmap, in_axes=(None, None, 0, 0), axis_name="devices")
+def step(p, s, x, y):
+    u, s = tx.update(jax.grad(mse)(p, x, y), s, p)
+    return optax.apply_updates(p, u), s
+first = lambda tree: jax.tree.map(lambda x: x[0], tree)
+for xs, ys in rows(4, 2):
+    p, s = map(first, step(p, s, xs, ys))
+""",
+    ),
     "means_weighted_by_rows": (
         "wrong-count",
         """
@@ -728,6 +750,23 @@ def step(p, s, back):
 for xs, ys in rows(6, 1):
     loss, back = forward(p, xs[0], ys[0])
     p, s = step(p, s, back)
+""",
+    "loops_outside_of_compiled_functions": """
+tx = optax.adam(1e-2); p = linear; s = tx.init(p)
+for xs, ys in rows(4, 3):
+    xs, ys = jnp.array(xs), jnp.array(ys)
+    share = lambda i: scale(jax.grad(mse)(p, xs[i], ys[i]), 1 / 3)
+    g = jax.lax.fori_loop(0, jnp.int32(3), lambda i, a: add(a, share(i)), zeros(p))
+    u, s = tx.update(g, s, p); p = optax.apply_updates(p, u)
+""",
+    "run_in_one_scan_without_jit": """
+tx = optax.adam(1e-2); data = [np.stack(one) for one in zip(*rows(6, 1))]
+def step(state, b):
+    p, s = state
+    g = jax.grad(mse)(p, b[0][0], b[1][0])
+    u, s = tx.update(g, s, p)
+    return (optax.apply_updates(p, u), s), None
+jax.lax.scan(step, (linear, tx.init(linear)), tuple(data))
 """,
     "ensemble_that_starts_equal": """
 tx = optax.adam(1e-2); p = jax.tree.map(lambda a: jnp.stack([a] * 3), linear); s = jax.vmap(tx.init)(p)
