@@ -135,6 +135,11 @@ _ROWS = (
                 " changes nothing: take the `pmean` of the loss inside of the differentiated"
                 " function, or divide by the number of devices"
             ),
+            "summed-loss": Remedy(
+                "without `check_vma`, and under `pmap`, JAX multiplies the gradient of a loss that"
+                " is a `psum` by the number of devices: average the gradients with `pmean`, or leave"
+                " the `psum` out of the differentiated function"
+            ),
             "one-rank": Remedy(
                 "look for what a rank does to its losses or gradients before they are added up"
             ),
