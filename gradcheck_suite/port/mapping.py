@@ -120,14 +120,8 @@ class StateMap:
         self.leaves: list[Leaf | None] = (
             self._by_values() if self._drawn_by_author else _by_given_values(self)
         )
-        unknown = any(leaf is not None and not leaf.known for leaf in self.leaves)
-        none = not any(leaf is not None and _comes_from_torch(leaf) for leaf in self.leaves)
-        if self._drawn_by_author and pair.load is None and (unknown or none):
-            # the author's function returns what was made before, or copies the module
-            given = _by_given_values(self)
-            if sum(map(_comes_from_torch, given)) > sum(map(_comes_from_torch, self.leaves)):
-                self.leaves = given
-                self._drawn_by_author = False
+        if pair.load is None and self._drawn_by_author:
+            self._take_given_values()
         if not any(leaf is not None and not leaf.is_constant for leaf in self.leaves):
             raise UsageError(
                 "no parameter in common: no element of params has a value of the module's state"
@@ -136,6 +130,18 @@ class StateMap:
         buffers = self._loaded_buffers() if pair.load is not None else set()
         self.moves_buffers = bool(buffers)
         self.movable |= buffers
+
+    def _take_given_values(self) -> None:
+        """Map by the given values where the author's function returns what was made before, or
+        copies the module.
+        """
+        leaves = [leaf for leaf in self.leaves if leaf is not None]
+        none = not any(map(_comes_from_torch, leaves))
+        if none or not all(leaf.known for leaf in leaves):
+            given = _by_given_values(self)
+            if sum(map(_comes_from_torch, given)) > sum(map(_comes_from_torch, self.leaves)):
+                self.leaves = given
+                self._drawn_by_author = False
 
     def _computed_tables(self) -> set[str]:
         """Return the frozen parameters that no leaf comes from: tables that the port computes, as a

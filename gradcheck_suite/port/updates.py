@@ -583,10 +583,8 @@ class Updates:
         self._gradients = drawn_gradients(base, {n: state_map.offsets.get(n, n) for n in base})
         make = pair.torch_optimizer
         assert make is not None
-        self._jax_leaves, self._pushed = (
-            leaves,
-            [state_map.push(self._vector(step)) for step in self._gradients],
-        )
+        self._jax_leaves = leaves
+        self._pushed = [state_map.push(self._vector(step)) for step in self._gradients]
         # one step more: of a schedule one step ahead
         longer = [*self._gradients, self._gradients[-1]]
         mine, recipe = raised(
