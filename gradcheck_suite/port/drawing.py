@@ -174,13 +174,13 @@ def _ids(old: Array, rng: np.random.Generator, kind: str, span: Span) -> Array:
 def _real_numbers(old: Array, rng: np.random.Generator, kind: str) -> Array:
     low = float(old.min())
     high = float(old.max())
-    spread = float(old.std())
+    spread = float(old.std()) or 1.0
     factor = {"narrow": 0.05, "wide": 2.0}.get(kind, 1.0)
     if low >= 0:
         width = max(high - low, 1e-3 * max(high, 1e-3))
         new = np.minimum(rng.uniform(low, low + factor * width, old.shape), high)
     else:
-        new = old.mean() + factor * (spread or 1.0) * rng.normal(size=old.shape)
+        new = old.mean() + factor * spread * rng.normal(size=old.shape)
     rows = old.sum(-1) if old.ndim else old
     if low >= 0 and old.ndim and old.shape[-1] > 1 and np.allclose(rows, 1, atol=1e-5):
         new = new / new.sum(-1, keepdims=True)

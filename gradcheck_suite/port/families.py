@@ -197,12 +197,11 @@ def smoothings(search: Search, place: int) -> Iterator[Hypothesis]:
         return
     near = [place, *search.read_by([place], 6)]
     losses = [i for i in near if calls[i].name.startswith("nll_loss")]
-    is_smoothed = any(
-        calls[r].name == "mul" for i in losses for r in search.program.readers.get(Ref(i, 0), [])
-    )
-    if (
-        len(losses) != 1 or (losses[0] == place) == is_smoothed
-    ):  # another sum has more than the two terms
+    readers = search.program.readers
+    reading = chain.from_iterable(readers.get(Ref(i, 0), []) for i in losses)
+    is_smoothed = any(calls[r].name == "mul" for r in reading)
+    # another sum has more than the two terms
+    if len(losses) != 1 or (losses[0] == place) == is_smoothed:
         return
     logp, target, weight, _, ignore = [*calls[losses[0]].args, None, 1, -100][:5]
     for share in (0.0, 0.1, 0.05, 0.2, 0.01, 0.15, 0.3, 0.02):
@@ -426,7 +425,9 @@ def _scalings(search: Search, value: Any) -> Iterator[Alteration]:
         yield Alteration(cause, words, lambda v, a=a, b=b: a * v + b)
     numbers = search.matching.lost_numbers
     mine = array(value)
-    for i in numbers.of_size(mine.size) if mine.dtype.kind == "f" and mine.any() else ():
+    if mine.dtype.kind != "f" or not mine.any():
+        return
+    for i in numbers.of_size(mine.size):
         theirs = aligned(numbers.arrays[i], mine)
         for axis in range(mine.ndim if theirs.shape == mine.shape else 0):
             others = tuple(d for d in range(mine.ndim) if d != axis)
@@ -879,9 +880,9 @@ def exchanged_slices(search: Search, place: int) -> Iterator[Hypothesis]:
     run = search.matching.run
     for index in search.read_by([place], 6, lambda i: search.matching.status[i] is None):
         call = calls[index]
-        for k in (
-            search.program.readers.get(call.args[0], []) if call.name in ("slice", "select") else ()
-        ):
+        if call.name not in ("slice", "select"):
+            continue
+        for k in search.program.readers.get(call.args[0], []):
             if calls[k].name == call.name and k != index and run.shape(k) == run.shape(index):
                 words = f"the parts at {call.where} and {calls[k].where} exchanged"
                 yield Hypothesis(
@@ -895,7 +896,8 @@ def _interleaved(search: Search, i: int, k: int) -> Iterator[Hypothesis]:
     """Yield that two slices are the halves, or every other element, of what they have together."""
     one = search.program.calls[i]
     two = search.program.calls[k]
-    dim, size = one.args[1], search.matching.run.get(one.args[0]).shape[one.args[1]]
+    dim = one.args[1]
+    size = search.matching.run.get(one.args[0]).shape[dim]
     mine = [list(range(size))[slice(*c.args[2:])] for c in (one, two)]
     both = sorted({*mine[0], *mine[1]})
     if len(both) != 2 * len(mine[0]):
@@ -1077,10 +1079,10 @@ def undone(search: Search, place: int) -> Iterator[Hypothesis]:
 def _sources_transformed(
     search: Search, place: int, which: Callable[[Ref], bool]
 ) -> Iterator[Hypothesis]:
-    for source in dict.fromkeys(
-        s for _, ref in search.positions(place) for s in search.matching.sources(ref)
-    ):
-        for transform in transforms(search.matching.run.get(source)) if which(source) else ():
+    operands = [ref for _, ref in search.positions(place)]
+    sources = chain.from_iterable(map(search.matching.sources, operands))
+    for source in filter(which, dict.fromkeys(sources)):
+        for transform in transforms(search.matching.run.get(source)):
             yield _of(search, place, source, transform)
 
 
@@ -1089,9 +1091,9 @@ def _operands(
 ) -> Iterator[Hypothesis]:
     for i, ref in search.positions(place):
         value = search.matching.run.get(ref)
-        for transform in (
-            how(value) if isinstance(value, torch.Tensor) and value.is_floating_point() else ()
-        ):
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            continue
+        for transform in how(value):
             changed = _of(search, place, ref, transform)
             for group in _groups(search, place, i, ref):
                 yield replace(
@@ -1104,13 +1106,11 @@ def _operands(
 
 def _groups(search: Search, place: int, position: int, ref: Ref) -> list[list[tuple[int, int]]]:
     """Return where a tensor is read: in a call, and in all calls of its line."""
-    every = [
-        (k, j)
-        for k in _readers_of_a_line(search, place, ref)
-        for j, r in search.positions(k)
-        if r == ref
-    ]
-    return [[(place, position)], every][: 1 + (len(every) > 1)]
+    every = list[tuple[int, int]]()
+    for k in _readers_of_a_line(search, place, ref):
+        every += [(k, j) for j, r in search.positions(k) if r == ref]
+    alone = [(place, position)]
+    return [alone, every] if len(every) > 1 else [alone]
 
 
 def _readers_of_a_line(search: Search, place: int, ref: Ref) -> list[int]:
@@ -1124,7 +1124,8 @@ def _up(search: Search, place: int) -> list[Ref]:
     """Return what a call depends on, the nearest first."""
     calls = search.program.calls
     near = chain([place], search.read_by([place], len(calls)))
-    return list(dict.fromkeys(islice((r for i in near for r in calls[i].refs), 90)))
+    refs = chain.from_iterable(calls[i].refs for i in near)
+    return list(dict.fromkeys(islice(refs, 90)))
 
 
 def deep(search: Search, place: int) -> Iterator[Hypothesis]:

@@ -231,15 +231,7 @@ class Interpreter:
         elif name != "bitcast_convert_type":
             params |= {key: np.dtype("float64") for key in DTYPES if _names_low(params.get(key))}
             values = [lifted(v) for v in values]
-        given = eqn.primitive.get_bind_params(params)
-        # JAX 0.9 gives the functions that come before the values apart from the parameters, later
-        # ones among them
-        functions: list[Any] = []
-        if isinstance(given, tuple):
-            functions, given = given
-        out = eqn.primitive.bind(*functions, *values, **given)
-        outs = list(out) if eqn.primitive.multiple_results else [out]
-        return [lifted(o) for o in outs]
+        return [lifted(o) for o in _bound(eqn, params, values)]
 
     def _scan(self, eqn: Any, values: list[Any], eps: Any) -> tuple[list[Any], Any]:
         p = eqn.params
@@ -280,6 +272,18 @@ class Interpreter:
         each = zip(*[outs for outs, _ in runs], strict=True)
         outs = [jax.lax.select_n(index, *o) if len(o) > 1 else o[0] for o in each]
         return outs, [inside for _, inside in runs]
+
+
+def _bound(eqn: Any, params: dict[str, Any], values: list[Any]) -> list[Any]:
+    """Return the results of an equation's primitive with other parameters and values."""
+    given = eqn.primitive.get_bind_params(params)
+    functions: list[Any] = []
+    # JAX 0.9 gives the functions that come before the values apart from the parameters, later ones
+    # among them
+    if isinstance(given, tuple):
+        functions, given = given
+    out = eqn.primitive.bind(*functions, *values, **given)
+    return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def _is_jaxpr(value: Any) -> bool:

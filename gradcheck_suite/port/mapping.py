@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations, permutations
+from itertools import chain, combinations, permutations
 from typing import Any
 
 import jax.numpy as jnp
@@ -528,12 +528,10 @@ def _nearest_name(
     if not options:
         return None
     beside = leaf.path.rpartition(".")[0]
-    modules = {
-        source.rpartition(".")[0]
-        for other in known
-        if other is not None and other.path.rpartition(".")[0] == beside
-        for source in state_map.sources(other)
-    }
+    leaves = [other for other in known if other is not None]
+    near = [other for other in leaves if other.path.rpartition(".")[0] == beside]
+    sources = chain.from_iterable(map(state_map.sources, near))
+    modules = {source.rpartition(".")[0] for source in sources}
     words = {_ALIKE.get(w, w) for w in re.findall(r"[a-z]+|\d+", leaf.path.lower())}
 
     def score(name: str) -> tuple[bool, int]:

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
-from itertools import chain, combinations
+from itertools import chain, combinations, product
 from typing import Any
 
 import torch
@@ -472,8 +472,10 @@ def smoothed(logp: Any, target: Any, eps: float, *, others: bool, weight: Any, i
 def _parts_exchanged(a: Given, places: tuple[int, int]) -> list[Any]:
     outs = a.every()
     i, j = places
-    outs[i], outs[j] = outs[j], outs[i]
-    return outs
+    order = list(range(len(outs)))
+    order[i] = j
+    order[j] = i
+    return [outs[k] for k in order]
 
 
 def _masked(a: Given) -> tuple[Any, Any, Any]:
@@ -890,8 +892,7 @@ FORMULAS = (
             lambda a, p, i=invert, r=put: _added(a, p, invert=i, replace=r),
             _where_masked(NEGATIVE if invert else [f for f in FILLS if f or put]),
         )
-        for invert in (False, True)
-        for put in (False, True)
+        for invert, put in product((False, True), (False, True))
     ),
     Row("missing-mask", "add", "no mask", lambda a, p: _added(a, p), _where_masked([0.0])),
     # parts and orders of elements

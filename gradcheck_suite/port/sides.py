@@ -568,14 +568,10 @@ class Sides:
         run = repairs.run(program, grad=True, inputs=given)
         names = [n for n in self.map.names if n in program.parameters]
         slopes = {n: np.zeros(self.map.base[n].shape) for n in names}
-        if run.loss.requires_grad:
-            # inputs are moved by repairs, too: their gradient is by what the module gets
-            keys = {n: ("state", n) for n in names}
-            keys |= {input_name(int(k[1])): k for k in inputs if run.leaves[k].is_leaf}
-            tensors = [run.leaves[k] for k in keys.values()]
-            found = torch.autograd.grad(run.loss, tensors, allow_unused=True, retain_graph=True)
-            slopes |= {n: array(g) for n, g in zip(keys, found, strict=True) if g is not None}
-        return run, slopes
+        # inputs are moved by repairs, too: their gradient is by what the module gets
+        keys = {n: ("state", n) for n in names}
+        keys |= {input_name(int(k[1])): k for k in inputs if run.leaves[k].is_leaf}
+        return run, slopes | _slopes_by(run, keys)
 
     def gradients(self, run: JaxRun) -> dict[str, Array]:
         """Return the port's gradient of each torch tensor and of each input."""
@@ -586,6 +582,15 @@ class Sides:
         """Return the port's gradient of each torch tensor."""
         vector = self.map.pull(gradients)
         return {n: vector[self.map.part(n)].reshape(self.map.base[n].shape) for n in self.map.names}
+
+
+def _slopes_by(run: TorchRun, keys: Mapping[str, Any]) -> dict[str, Array]:
+    """Return the gradient of the loss by some leaves, under their names; none where there is none."""
+    if not run.loss.requires_grad:
+        return {}
+    tensors = [run.leaves[k] for k in keys.values()]
+    found = torch.autograd.grad(run.loss, tensors, allow_unused=True, retain_graph=True)
+    return {n: array(g) for n, g in zip(keys, found, strict=True) if g is not None}
 
 
 def exchanged(

@@ -216,7 +216,7 @@ def functions(x: Any) -> Iterator[Alteration]:
             yield Alteration(
                 "zeros",
                 f"with element {i} zero",
-                lambda v, i=i: v * (torch.arange(v.shape[-1]) != i),
+                lambda v, i=i: v.masked_fill(torch.arange(v.shape[-1]) == i, 0.0),
             )
     for d in range(x.dim()):
         if x.shape[d] > 1:

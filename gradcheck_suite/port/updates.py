@@ -392,9 +392,8 @@ def _decaying(r: Recipe, decayed: Callable[[Any], bool]) -> Recipe:
         groups.append(
             {**g, "params": [p for p in g["params"] if decayed(p) == d], "weight_decay": decay * d}
         )
-    return replace(
-        r, groups=groups, rates=[[x for x in step for _ in range(2)] for step in r.rates]
-    )
+    rates = [np.repeat(step, 2).tolist() for step in r.rates]  # a group became two
+    return replace(r, groups=groups, rates=rates)
 
 
 def _clippings(raw: Steps) -> Iterator[Setting]:
@@ -479,7 +478,9 @@ class _Written(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         self._n += 1
-        every = [(p, g) for g in self.param_groups for p in g["params"] if p.grad is not None]
+        every = list[tuple[Any, Any]]()
+        for group in self.param_groups:
+            every += [(p, group) for p in group["params"] if p.grad is not None]
         moves = [self._move(p, p.grad, g, self.state[p]) for p, g in every]
         whole = math.sqrt(sum(float((m**2).sum()) for m in moves))
         limit = self._form.get("limit", math.inf) * self.param_groups[0]["lr"]
@@ -656,9 +657,8 @@ class Updates:
         at = max(wrong, key=lambda i: wrong[i])
         leaf = self._map.leaves[at]
         assert leaf is not None
-        merged = all(
-            (one := self._map.leaves[i]) is not None and (one.second >= 0).any() for i in wrong
-        )
+        leaves = list(filter(None, map(self._map.leaves.__getitem__, wrong)))
+        merged = all((one.second >= 0).any() for one in leaves)
         is_partial = len(wrong) <= len(self.leaves) / 2
         expected = f"{self._recipe.cls.__name__} with {_shown(self._recipe.groups[0])}"
         if merged:
@@ -668,14 +668,8 @@ class Updates:
             )
             return UpdateFault("merged-biases", words, wrong[at], leaf, True, expected)
         own = dict(self._map.pair.module.named_parameters())
-        leaves = [self._map.leaves[i] for i in wrong]
-        names = {
-            own[n]: n
-            for one in leaves
-            if one is not None
-            for n in self._map.sources(one)
-            if n in own
-        }
+        sources = chain.from_iterable(map(self._map.sources, leaves))
+        names = {own[n]: n for n in sources if n in own}
         settings = list(_settings(self._recipe, self._gradients, names))
         found = best_explanation(self._attempts(settings, at), _made, self._budget)
         cause, words = found.value if found else ("unknown", f"other steps{self._budget.words}")
