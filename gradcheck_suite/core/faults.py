@@ -198,8 +198,8 @@ _ROWS = (
         "rescaled-accumulator",
         "weights",
         "each micro-batch weighs a constant factor times the one before it",
-        "scale each contribution and not the accumulated gradient; add up over ranks once per"
-        " window, after its last micro-batch",
+        "scale each contribution by the same number, and not the accumulated gradient; keep a loss"
+        " scale for the whole window; add up over ranks once per window, after its last micro-batch",
     ),
     _gradient(
         "repeated-micro-batch",
@@ -295,6 +295,10 @@ _ROWS = (
         causes={
             "average": Remedy(
                 "reset once after every step, and leave moving averages to the optimizer"
+            ),
+            "sent-again": Remedy(
+                "send each micro-batch backward in its own window alone; look for a list that keeps"
+                " batches or losses over the step"
             ),
             "other-optimizer": Remedy(
                 "reset the gradients of this optimizer before its own backward passes"
@@ -755,7 +759,7 @@ BY_LIBRARY = {
         "at least (transformers#47688): set `trainer.loss_is_scaled_for_ga = False`"
     ),
 }
-"""A trainer's package, and a fault or a cause that its own division may have, which no user mends in the script ->
+"""A trainer's package, and a fault or a cause that its own division may have, which no user fixes in the script ->
 what helps there, as found in docs/found.md."""
 FAULTS = {fault.name: fault for fault in _ROWS}
 """The faults by name, in the order of the documents."""

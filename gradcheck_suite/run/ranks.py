@@ -30,9 +30,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradcheck_suite.core.case import Case, Input, Layer, Loss, Plan, ProblemSpec
 from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT, Loop, Problem, is_jax
+from gradcheck_suite.core.frames import Owner, owner_of
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.loops.ranks import is_counted
 from gradcheck_suite.run.instance import Instance, as_changed, instance_of, leaves
+from gradcheck_suite.run.losses import LossRecorder
 from gradcheck_suite.run.observer import Evaluation, Observation, same_tree
 from gradcheck_suite.run.processes import (
     STARTUP_S,
@@ -92,6 +94,7 @@ class Request:
         scale: factor of the loss.
         item_counts: what each item counts, in place of the case's own counts; None for these.
         count_traffic: whether to count the collectives of the run.
+        record_losses: whether each rank records what it computes its losses from.
     """
 
     loop: Importable
@@ -102,6 +105,7 @@ class Request:
     scale: float = 1.0
     item_counts: tuple[float, ...] | None = None
     count_traffic: bool = False
+    record_losses: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,7 @@ STILL_S = 1.5
 PAUSE_S = 0.25
 WAITING = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/", "/torch/_ops.py")
 """Places of torch in which a rank waits for the others."""
+_RUN = str(Path(__file__).parent)
 _FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
 
 
@@ -163,14 +168,12 @@ class Patience:
             self._still_since = now
             self._last = used
         if now - self._still_since > STILL_S:
-            firsts = [_FRAME.search(self.stack(rank)) for rank in open_ranks]
-            self.deadlock = all(
-                first and any(place in first["file"] for place in WAITING) for first in firsts
-            )
+            self.deadlock = all(_waits(self.stack(rank)) for rank in open_ranks)
             self._still_since = now
 
         def has_loaded() -> bool:
-            return any(mark in self.stack(rank) for rank in open_ranks for mark in STARTING)
+            stacks = [self.stack(rank) for rank in open_ranks]
+            return any(any(mark in stack for stack in stacks) for mark in STARTING)
 
         allowance = self._allowance
         return self.deadlock or bool(
@@ -207,16 +210,26 @@ class Patience:
         return found
 
 
+def _waits(stack: str) -> bool:
+    """Whether the innermost call of a rank waits for other ranks."""
+    innermost = _FRAME.search(stack)
+    return innermost is not None and any(place in innermost["file"] for place in WAITING)
+
+
+def _is_of_loop(file: str) -> bool:
+    # built-in loops are the suite's, too
+    runs = file.startswith(_RUN)
+    return not runs and owner_of(file) not in (Owner.TORCH, Owner.MACHINERY)
+
+
 def place_of(stack: str) -> str:
     """Return where a rank is, such as `all_reduce (my_loop.py, line 12)`."""
     frames = [match.groupdict() for match in _FRAME.finditer(stack)]
     if not frames:
         return "an unknown place"
-    foreign = ("/torch/", "/gradcheck_suite/run/", "<frozen")
-    own = next((f for f in frames if not any(mark in f["file"] for mark in foreign)), frames[-1])
-    inner = [
-        f for f in frames[: frames.index(own)] if "/torch/" in f["file"] and f["name"] != "wrapper"
-    ]
+    own = next((frame for frame in frames if _is_of_loop(frame["file"])), frames[-1])
+    before = frames[: frames.index(own)]
+    inner = [f for f in before if owner_of(f["file"]) is Owner.TORCH and f["name"] != "wrapper"]
     where = f"{Path(own['file']).name}, line {own['line']}"
     return f"{inner[-1]['name']} ({where})" if inner else where
 
@@ -309,15 +322,9 @@ class Pool:
 
     def _answers(self, time_limit_s: float | None) -> list[Outcome]:
         """Return what a loop did with the request that ranks run."""
-        answers: list[Outcome | None] = [None] * self.world_size
         patience = Patience(self._pids, self._folder, time_limit_s)
         try:
-            while (
-                open_ranks := [r for r, answer in enumerate(answers) if answer is None]
-            ) and not patience.is_over(open_ranks):
-                ready = wait([self._ranks[r] for r in open_ranks], PAUSE_S)
-                for rank in (r for r in open_ranks if self._ranks[r] in ready):
-                    answers[rank] = self._outcome(rank)
+            answers = self._awaited(patience)
         except BaseException:
             # ranks that are in the middle of a case know nothing of the next one
             self.stop()
@@ -329,14 +336,23 @@ class Pool:
             return done
         stacks = [patience.stack(r) if answer is None else "" for r, answer in enumerate(answers)]
         statuses = self.stop()
+        hung = _hung(answers, stacks, patience)
         return [
-            (
-                _hung(answers, stacks, patience)
-                if answer is None
-                else _with_status(answer, statuses[rank])
-            )
-            for rank, answer in enumerate(answers)
+            hung if answer is None else _with_status(answer, status)
+            for answer, status in zip(answers, statuses, strict=True)
         ]
+
+    def _awaited(self, patience: Patience) -> list[Outcome | None]:
+        """Return each rank's outcome; None for one that has not ended when the patience is over."""
+        answers: list[Outcome | None] = [None] * self.world_size
+        while True:
+            open_ranks = [r for r, answer in enumerate(answers) if answer is None]
+            if not open_ranks or patience.is_over(open_ranks):
+                return answers
+            ready = wait([self._ranks[r] for r in open_ranks], PAUSE_S)
+            for rank in open_ranks:
+                if self._ranks[rank] in ready:
+                    answers[rank] = self._outcome(rank)
 
     def _outcome(self, rank: int) -> Outcome:
         """Return a rank's outcome; for one that has ended, the last lines that it wrote."""
@@ -502,8 +518,10 @@ def _owners(steps: Sequence[Observation]) -> dict[str, int] | None:
 
     None where ranks do not share parameters out.
     """
-    parts = [[name for group in step.groups for name in group] for step in steps]
-    owners = {name: rank for rank, part in enumerate(parts) for name in part}
+    parts = [list(chain.from_iterable(step.groups)) for step in steps]
+    owners: dict[str, int] = {}
+    for rank, part in enumerate(parts):
+        owners |= dict.fromkeys(part, rank)
     same_groups = len({len(step.groups) for step in steps}) == 1
     return owners if owners and same_groups and sum(map(len, parts)) == len(owners) else None
 
@@ -556,7 +574,8 @@ def with_all_parts(outcomes: list[Outcome]) -> list[Outcome]:
         _together(of_ranks) for of_ranks in zip(*(o.observations for o in outcomes), strict=True)
     ]
     alike = all(
-        same_tree(other.gradients, step[0].gradients) for step in steps for other in step[1:]
+        all(same_tree(other.gradients, first.gradients) for other in others)
+        for first, *others in steps
     )
     return [
         replace(o, observations=[step[rank] for step in steps], alike=alike and bool(steps))
@@ -570,6 +589,7 @@ def run_ranks(
     *,
     time_limit_s: float | None = DEFAULT_TIME_LIMIT,
     count_traffic: bool = False,
+    record_losses: bool = False,
 ) -> list[Outcome]:
     """Run a loop on an instance, on each rank of its plan, and return what each did.
 
@@ -580,6 +600,8 @@ def run_ranks(
         instance: what it trains.
         time_limit_s: seconds after which it is stopped.
         count_traffic: whether to count the collectives, which takes longer; one rank has none.
+        record_losses: whether to record what the losses are computed from, which takes longer; a
+            loop of JAX has no such record.
 
     Raises:
         UsageError: the ranks cannot import the loop.
@@ -593,12 +615,13 @@ def run_ranks(
 
         return run_jax_loop(loop, instance, time_limit_s=time_limit_s)
     if case.plan.world_size == 1:
-        return [run_loop(loop, instance, time_limit_s=time_limit_s)]
+        return [_run_loop(loop, instance, record_losses=record_losses, time_limit_s=time_limit_s)]
     request = replace(
         _request(loop, case, instance.users_problem),
         scale=instance.scale,
         item_counts=instance.item_counts,
         count_traffic=count_traffic,
+        record_losses=record_losses,
     )
     with kept_ranks():
         pool = pool_of(case.plan.world_size, case.device)
@@ -611,6 +634,23 @@ def run_ranks(
             # loop that ends its process by itself does it again
             outcomes = pool.run(request, time_limit_s)
         return with_all_parts(outcomes)
+
+
+def _run_loop(
+    loop: Loop,
+    instance: Instance,
+    *,
+    record_losses: bool,
+    time_limit_s: float | None,
+    rank: int = 0,
+) -> Outcome:
+    """Run a loop in this process, as one rank, and record its losses if that is wanted."""
+    if not record_losses:
+        return run_loop(loop, instance, time_limit_s=time_limit_s, rank=rank)
+    recorder = LossRecorder(instance, rank)
+    with recorder.counting_steps():
+        outcome = run_loop(loop, recorder.instance, time_limit_s=time_limit_s, rank=rank)
+    return replace(outcome, losses=recorder.losses())
 
 
 def run_ranks_ahead(loop: Loop, case: Case, problem: Problem | None) -> None:
@@ -718,7 +758,9 @@ def _answer(request: Request, rank: int) -> Reply:
     try:
         with quiet_loops(request.quiet), counted_collectives(request.count_traffic) as collectives:
             # the parent keeps the time: it also sees a rank that waits inside a collective
-            outcome = run_loop(loop, instance, time_limit_s=None, rank=rank)
+            outcome = _run_loop(
+                loop, instance, record_losses=request.record_losses, time_limit_s=None, rank=rank
+            )
     except CannotRunHere as error:
         return Reply(None, str(error), cannot_run=True)
     outcome.collectives.update(collectives)
