@@ -169,7 +169,7 @@ def beyond_a_table(search: Search, place: int) -> Iterator[Hypothesis]:
 
             words = f"no {program.calls[limit].label}: an index that is out of the table is"
             words += " counted from its end, or is the last"
-            yield Hypothesis("missing-operation", words, {place: read}, at=limit)
+            yield Hypothesis("missing-operation", words, {place: read})
 
 
 def _is_index(search: Search, ref: Ref) -> bool:

@@ -24,12 +24,12 @@ from jax.extend import core as jex
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from gradcheck_suite.core.jax_equations import scan_parts
-from gradcheck_suite.port.pair import Array, first_of_author, is_float, is_number
+from gradcheck_suite.port.pair import LOWER, Array, first_of_author, is_float, is_number
 from gradcheck_suite.reference.evaluation import ProgramRequest
 from gradcheck_suite.reference.programs import PROGRAMS
 
 CAST = "convert_element_type"
-LOW = (np.dtype("float32"), np.dtype("float16"), jnp.dtype("bfloat16"))
+LOW = tuple(jnp.dtype(name) for name in LOWER)
 DTYPES = ("new_dtype", "preferred_element_type", "dtype")
 INLINE = frozenset(
     [

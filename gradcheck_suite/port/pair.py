@@ -9,15 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
-from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -29,13 +24,17 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gradcheck_suite.core.comparison import UNIT_ROUNDOFF
+from gradcheck_suite.core.frames import Owner, owner_of
 from gradcheck_suite.core.text import suggestion
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.run.environment import imported
 
 Array = npt.NDArray[Any]
 State = dict[str, Array]
-_LOW = (torch.float32, torch.float16, torch.bfloat16)
+LOWER = tuple(name for name in UNIT_ROUNDOFF if name != "float64")
+"""Names of the dtypes that are computed in float64."""
+_LOW = (getattr(torch, name) for name in LOWER)
 WIDE = dict.fromkeys(_LOW, torch.float64) | {torch.complex64: torch.complex128}
 """Lower dtypes, each with the one that takes its place."""
 REQUIRED = ("module", "apply", "inputs")
@@ -208,44 +207,6 @@ def in_double() -> Iterator[None]:
     """Let the author's code make float64 tensors."""
     with default_dtype(), _Lifting():
         yield
-
-
-_COMPILER = "torch._dynamo"
-
-
-@contextmanager
-def without_compiler() -> Iterator[None]:
-    """Answer what `torch.optim` asks of torch's compiler, which takes as long to import as a small
-    pair to judge.
-
-    Where nothing is compiled, torch's decorators ask for two functions that then do nothing.
-    Whatever else is asked for imports the compiler, and one that is imported already is used.
-    """
-    stand_in = ModuleType(_COMPILER)
-    asked = list[Any]()
-
-    def disable(function: Any, *_: Any, **__: Any) -> Any:
-        asked.append(function)
-        return function
-
-    def leave() -> None:
-        if sys.modules.get(_COMPILER) is stand_in:
-            del sys.modules[_COMPILER]
-
-    def imported(name: str) -> Any:
-        leave()
-        return getattr(import_module(_COMPILER), name)
-
-    vars(stand_in).update(graph_break=lambda *_: None, disable=disable, __getattr__=imported)
-    sys.modules.setdefault(_COMPILER, stand_in)
-    try:
-        yield
-    finally:
-        leave()
-        for (
-            function
-        ) in asked:  # the decorator keeps the answer there: the next call asks the compiler itself
-            vars(function).pop("__dynamo_disable", None)
 
 
 # The JAX model, whatever library it is written in.
@@ -663,18 +624,11 @@ def raised(side: str, call: Callable[[], Any], hint: str = "") -> Any:
         raise UsageError(f"{words}{f' ({hint})' if hint else ''}") from error
 
 
-_OWN = str(Path(__file__).resolve().parent.parent)
-_LIBRARY = re.compile(
-    r"[/\\]site-packages[/\\](torch|jax|jaxlib|flax|equinox|optax|numpy|chex)[/\\]|^<|[/\\]lib[/\\]python[\d.]+[/\\](?!site-)"
-)
-
-
-@cache
 def is_author_file(name: str) -> bool:
-    """Return whether a source file is the author's: not of a framework, of Python, or of this
-    package.
+    """Return whether a source file is the author's, or of a package of models: not of a framework,
+    of Python, or of this package.
     """
-    return not (name.startswith(_OWN) or _LIBRARY.search(name))
+    return owner_of(name) in (Owner.USER, Owner.LIBRARY)
 
 
 def first_of_author(frames: Iterable[tuple[str, int | None]]) -> str:

@@ -31,7 +31,7 @@ from gradcheck_suite.port.jax_program import Stored, in_double
 from gradcheck_suite.port.mapping import Leaf, StateMap
 from gradcheck_suite.port.matching import array
 from gradcheck_suite.port.number_sets import Array
-from gradcheck_suite.port.pair import JaxModel, is_float, raised, shaped_as, without_compiler
+from gradcheck_suite.port.pair import JaxModel, is_float, raised, shaped_as
 from gradcheck_suite.run.environment import imported
 
 NORMS = (10.0, 0.02, 3.0, 40.0)
@@ -63,7 +63,6 @@ def drawn_gradients(base: Mapping[str, Array], ties: Mapping[str, Any]) -> Steps
     return steps
 
 
-@without_compiler()
 def torch_steps(
     module: nn.Module,
     make: Callable[..., Any],
