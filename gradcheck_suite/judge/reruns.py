@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 from unittest import mock
 
@@ -187,7 +188,7 @@ def explain_inputs(
         ]
         for members, calls in zip(of_ranks, recorded.sent(step), strict=False)
     ]
-    members = [j for own in of_ranks for j in own]
+    members = list(chain.from_iterable(of_ranks))
     for calls in _passes(sent, of_ranks):
         if not calls or not _gives(reference, calls, observed):
             continue
@@ -212,19 +213,19 @@ def _passes(
 
     All of them first.
     """
-    yield [call for calls in sent for call in calls]
+    yield list(chain.from_iterable(sent))
+    # how often each rank sent its part of the window, and how many losses are left over
     times = {divmod(len(c), len(m)) for c, m in zip(sent, of_ranks, strict=False) if m}
     if times - {(1, 0)}:
         # what an earlier pass over the window computed may have been cleared
-        last = [c[max(0, len(c) - len(m)) :] for c, m in zip(sent, of_ranks, strict=True)]
-        yield [call for calls in last for call in calls]
-    if len(times) == 1:
-        ((number, rest),) = times
-        if number > 1 and not rest:
-            # an earlier loss of each micro-batch may be of use for its inputs alone, as in
-            # adversarial training
-            strided = [calls[number - 1 :: number] for calls in sent]
-            yield [call for calls in strided for call in calls]
+        pairs = zip(sent, of_ranks, strict=True)
+        last = [calls[max(0, len(calls) - len(members)) :] for calls, members in pairs]
+        yield list(chain.from_iterable(last))
+    number, rest = next(iter(times), (0, 0))
+    if len(times) == 1 and number > 1 and not rest:
+        # an earlier loss of each micro-batch may be of use for its inputs alone, as in adversarial
+        # training
+        yield list(chain.from_iterable(calls[number - 1 :: number] for calls in sent))
 
 
 def _gives(reference: Reference, calls: Sequence[LossCall], observed: Vector) -> bool:
