@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
@@ -171,8 +173,24 @@ def _draws_for_planted_faults(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def _beyond_their_share(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return the cases of tests marked `share(n)` that do not run by default: all but every n-th."""
+PARTS = 200
+"""Of the tests marked `full` each commit runs this part by default, another one than the next commit."""
+
+
+def _commit(root: Path) -> int:
+    """Return the commit as a number, which chooses the tests that run by default; 0 without one."""
+    git = ["git", "rev-parse", "HEAD"]
+    try:
+        found = subprocess.run(git, cwd=root, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):  # an sdist, or no git
+        return 0
+    return int(found.stdout, 16)
+
+
+def _beyond_their_share(items: list[pytest.Item], commit: int) -> list[pytest.Item]:
+    """Return the cases of tests marked `share(n)` that do not run by default: all but every n-th,
+    from the first, the second or another on by the commit.
+    """
     seen: dict[str, int] = {}
     beyond = []
     for item in items:
@@ -182,21 +200,33 @@ def _beyond_their_share(items: list[pytest.Item]) -> list[pytest.Item]:
         test = item.nodeid.partition("[")[0]
         number = seen.get(test, 0)
         seen[test] = number + 1
-        if number % marker.args[0]:
+        if (number + commit) % marker.args[0]:
             beyond.append(item)
     return beyond
 
 
+def _is_of_another_commit(item: pytest.Item, commit: int) -> bool:
+    """Whether a long test is left to other commits. By its name, so that a new one moves no other."""
+    return (zlib.crc32(item.nodeid.encode()) + commit) % PARTS != 0
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests marked `full`, or with `--full` their parts marked `quick`.
+    """Deselect the tests marked `full`, but for this commit's part of them, or with `--full` their
+    parts marked `quick`.
 
     Those that need ranks come first, in one worker.
     """
     items.sort(key=lambda item: "ranks" not in getattr(item, "fixturenames", ()))
-    name = "quick" if config.getoption("--full") else "full"
-    left_out = [item for item in items if item.get_closest_marker(name)]
-    if not config.getoption("--full"):
-        left_out += _beyond_their_share(items)
+    if config.getoption("--full"):
+        left_out = [item for item in items if item.get_closest_marker("quick")]
+    else:
+        commit = _commit(config.rootpath)
+        long = [item for item in items if item.get_closest_marker("full")]
+        left_out = [item for item in long if _is_of_another_commit(item, commit)]
+        for item in set(long).difference(left_out):
+            # a long test may judge a sound loop that needs all draws
+            item.fixturenames.append("many_draws")  # type: ignore[attr-defined]
+        left_out += _beyond_their_share(items, commit)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -207,11 +208,11 @@ def _failure(result: Result, stored: Counterexample | None) -> str | None:
 def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
     """Print one line for each verified loop."""
     result = yield
-    reports = [report for each in terminalreporter.stats.values() for report in each]
+    reports = chain.from_iterable(terminalreporter.stats.values())
     calls = [report for report in reports if getattr(report, "when", None) == "call"]
-    if lines := sorted(
-        line for call in calls for name, line in call.user_properties if name == _PROPERTY
-    ):
+    properties = chain.from_iterable(call.user_properties for call in calls)
+    lines = sorted(line for name, line in properties if name == _PROPERTY)
+    if lines:
         terminalreporter.section("training loops verified")
         for line in lines:
             terminalreporter.write_line(line)

@@ -727,7 +727,9 @@ class GradStates(RuleBasedStateMachine):
         refuses = any(type(each).__deepcopy__ is torch.Tensor.__deepcopy__ for each in tensors)
         with self.refused(refuses, "deepcopy of a tensor whose gradient has a graph"):
             twin = copy.deepcopy(self.module)
-        for p in self.parameters if not refuses else ():
+        if refuses:
+            return
+        for p in self.parameters:
             seen = twin.get_parameter(NAMES[p.names[0]]).grad
             if seen is not None:
                 assert p.grad is not None, "the copy has a gradient where the module has None"

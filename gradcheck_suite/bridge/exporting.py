@@ -7,7 +7,6 @@ import io
 import linecache
 import logging
 import math
-import os
 import re
 import traceback
 import warnings
@@ -45,6 +44,7 @@ from gradcheck_suite.bridge.op_table import (
     register_op,
 )
 from gradcheck_suite.core.contract import Batch
+from gradcheck_suite.core.frames import is_outside_torch
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.run.functions import Forward, kinds_of, replaced_forwards
 from gradcheck_suite.run.instance import leaves, map_leaves
@@ -52,8 +52,6 @@ from gradcheck_suite.run.instance import leaves, map_leaves
 _FRAME = re.compile(
     r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>[^\n]*)'
 )
-_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
-_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 def source_line(node: fx.Node) -> str:
@@ -61,7 +59,7 @@ def source_line(node: fx.Node) -> str:
     frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
     if not frames:
         return ""
-    frame = ([f for f in frames if _is_the_users(f["file"])] or frames)[-1]
+    frame = ([f for f in frames if is_outside_torch(f["file"])] or frames)[-1]
     return f" ({Path(frame['file']).name}, line {frame['line']}: {frame['code'].strip()})"
 
 
@@ -86,7 +84,7 @@ def place_of_error(error: BaseException) -> Place | None:
     """Return an exception's innermost line in the user's code, or None."""
     for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
         code = frame.f_code
-        if _is_the_users(code.co_filename):
+        if is_outside_torch(code.co_filename):
             line = linecache.getline(code.co_filename, number).strip()
             return Place(
                 code.co_filename,
@@ -95,10 +93,6 @@ def place_of_error(error: BaseException) -> Place | None:
                 f"{frame.f_globals.get('__name__')}.{code.co_qualname}",
             )
     return None
-
-
-def _is_the_users(file: str) -> bool:
-    return not file.startswith((_TORCH, _PACKAGE, "<"))
 
 
 LOSS = """\
@@ -360,7 +354,8 @@ def _is_real(x: Any) -> bool:
 
 def real_results(out: Any) -> list[torch.Tensor]:
     """Return the tensors of floating point among what a custom function returned."""
-    return [x for x in (out if isinstance(out, tuple) else (out,)) if _is_real(x)]
+    results = out if isinstance(out, tuple) else (out,)
+    return [x for x in results if _is_real(x)]
 
 
 class _WithoutDetaching(TorchFunctionMode):
@@ -407,10 +402,8 @@ def _with_its_backward(kind: type) -> Any:
             if first:
                 arguments[0].dirty_tensors = None  # what is returned is no longer what it wrote to
             tied = iter(torch.ops.gradcheck_suite.own_backward(real_results(out), tensors, number))
-            after = tuple(
-                next(tied) if _is_real(x) else x
-                for x in (out if isinstance(out, tuple) else (out,))
-            )
+            results = out if isinstance(out, tuple) else (out,)
+            after = tuple(next(tied) if _is_real(x) else x for x in results)
             return after if isinstance(out, tuple) else after[0]
 
         return exported

@@ -7,6 +7,7 @@ layer or a loss means adding one record to the `KINDS` of one file.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -85,9 +86,9 @@ def product(**choices: Sequence[Any]) -> list[Options]:
     """Return every combination of the choices, ordered by the sum of their positions: simplest
     first.
     """
-    combinations: list[dict[str, Any]] = [{}]
-    for name, values in choices.items():
-        combinations = [{**c, name: v} for c in combinations for v in values]
+    combinations = [
+        dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())
+    ]
     return sorted(combinations, key=lambda c: sum(choices[n].index(v) for n, v in c.items()))
 
 
@@ -373,10 +374,10 @@ KINDS = (
     ),
     InputDefinition(
         "tokens",
-        tuple(
-            o
-            for n, v in ((3, 5), (5, 5), (3, 9))
-            for o in product(length=(n,), vocabulary=(v,), padded=(False, True))
+        (
+            *product(length=(3,), vocabulary=(5,), padded=(False, True)),
+            *product(length=(5,), vocabulary=(5,), padded=(False, True)),
+            *product(length=(3,), vocabulary=(9,), padded=(False, True)),
         ),
         lambda o: Signal("tokens", (o["length"],), padded=o["padded"], vocabulary=o["vocabulary"]),
         _tokens,

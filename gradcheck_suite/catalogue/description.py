@@ -68,10 +68,11 @@ def describe_case(case: Case) -> list[str]:
     pairs = [
         *describe_problem(case.problem),
         *zip(("split", ""), describe_plan(case.plan), strict=False),
-        *[("items", f"{counted(case.distinct_items, 'different one')}, repeated in turn")]
-        * (case.distinct_items > 0),
-        ("run", f"{case.dtype} on {case.device}, seed {case.seed}, {optimizer}"),
     ]
+    if case.distinct_items:
+        distinct = counted(case.distinct_items, "different one")
+        pairs.append(("items", f"{distinct}, repeated in turn"))
+    pairs.append(("run", f"{case.dtype} on {case.device}, seed {case.seed}, {optimizer}"))
     return aligned(pairs)
 
 

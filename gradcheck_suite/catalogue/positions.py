@@ -8,6 +8,7 @@ is one more compilation.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
@@ -169,14 +170,13 @@ def _every_window_holds_a_pixel(signal: Signal, o: Options) -> bool:
     For such a window torch's maximum is -inf, and its backward writes outside of the image's
     gradient.
     """
-    return all(
-        any(
-            0 <= o["stride"] * i - o["padding"] + o.get("dilation", 1) * j < size
-            for j in range(o["kernel"])
-        )
-        for size in signal.positions
-        for i in range(_length(size, o))
-    )
+    within = [o.get("dilation", 1) * j for j in range(o["kernel"])]
+    for size in signal.positions:
+        for i in range(_length(size, o)):
+            first = o["stride"] * i - o["padding"]
+            if not any(0 <= first + place < size for place in within):
+                return False
+    return True
 
 
 def _pooled(signal: Signal, options: Options) -> Signal:
@@ -217,8 +217,7 @@ def _windows(x: jax.Array, options: Options, outside: float) -> jax.Array:
     _, _, height, width = x.shape
     windows = [
         padded[:, :, places(i, height), places(j, width)]
-        for i in range(kernel)
-        for j in range(kernel)
+        for i, j in itertools.product(range(kernel), range(kernel))
     ]
     return jnp.stack(windows, axis=-1)
 

@@ -387,9 +387,9 @@ def _recurrent(
     )
     # further options are drawn with one layer in one direction only: the other shapes share their
     # code
-    more = [
-        {**shapes[0], option: value} for option, values in choices.items() for value in values[1:]
-    ]
+    more: list[Options] = []
+    for option, values in choices.items():
+        more += [{**shapes[0], option: value} for value in values[1:]]
     first = {option: values[0] for option, values in choices.items()}
     options = [{"features": 2, **first, **o} for o in (*shapes, *more)]
 

@@ -219,14 +219,19 @@ def run(argv: Sequence[str], program: Program = PROGRAM) -> int:
         _output_fault()
         return exit_status.BAD_USAGE
     except Exception as error:
-        if isinstance(error, OSError) and (fault := _output_fault("\n")) is not None:
-            return _fail(called, fault)
-        if isinstance(error, ValueError) and sys.stdout.closed:
-            return _fail(
-                called, "the code under test has closed standard output, where the verdict goes"
-            )
-        traceback.print_exc()
-        return _fail(called, "this is a bug in gradcheck-suite; please report it", exit_status.BUG)
+        return _failed_by(error, called)
+
+
+def _failed_by(error: Exception, called: str) -> int:
+    """Say why a command raised: the output takes no more, or there is a bug in the suite."""
+    if isinstance(error, OSError) and (fault := _output_fault("\n")) is not None:
+        return _fail(called, fault)
+    if isinstance(error, ValueError) and sys.stdout.closed:
+        return _fail(
+            called, "the code under test has closed standard output, where the verdict goes"
+        )
+    traceback.print_exc()
+    return _fail(called, "this is a bug in gradcheck-suite; please report it", exit_status.BUG)
 
 
 def _command(argv: Sequence[str], program: Program) -> tuple[str, list[str]]:

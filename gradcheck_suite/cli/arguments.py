@@ -98,7 +98,9 @@ def reader(values: Values) -> Callable[[str], Any]:
     return read
 
 
-positive_integer, natural, seed = reader(POSITIVE_INTEGER), reader(NATURAL), reader(SEED)
+positive_integer = reader(POSITIVE_INTEGER)
+natural = reader(NATURAL)
+seed = reader(SEED)
 
 
 def one_of(names: Iterable[str]) -> Callable[[str], str]:
@@ -142,10 +144,8 @@ def project_table() -> tuple[Path, dict[str, Any]]:
         UsageError: the file cannot be read.
     """
     here = Path.cwd()
-    file = next(
-        (path for folder in (here, *here.parents) if (path := folder / "pyproject.toml").is_file()),
-        None,
-    )
+    paths = (folder / "pyproject.toml" for folder in (here, *here.parents))
+    file = next((path for path in paths if path.is_file()), None)
     if file is None:
         return here, {}
     try:
@@ -295,12 +295,8 @@ class OutputOptions(Options):
 
     def absolute(self) -> OutputOptions:
         """Return the options with absolute paths, for code that may change the working directory."""
-        paths = {
-            name: path and path.absolute()
-            for name in ("json", "html", "reports")
-            if (path := getattr(self, name))
-        }
-        return self.replace(**paths)
+        paths = {name: getattr(self, name) for name in ("json", "html", "reports")}
+        return self.replace(**{name: path.absolute() for name, path in paths.items() if path})
 
 
 def add_options(parser: Parser, *declared: type[Options]) -> None:
@@ -362,11 +358,9 @@ def to_argv(options: Options) -> list[str]:
         if one.values is FLAG:
             argv.append(one.flag)
         else:
-            argv += [
-                part
-                for each in (value if one.repeatable else [value])
-                for part in (one.flag, str(each))
-            ]
+            values = value if one.repeatable else [value]
+            for each in values:
+                argv += [one.flag, str(each)]
     return argv
 
 

@@ -13,7 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from gradcheck_suite.cli import PROGRAM, Program, exit_status
 from gradcheck_suite.cli import arguments as parsers
@@ -126,8 +128,9 @@ def _cut_verify(asked: argparse.Namespace) -> list[Shard]:
             f"{'-x' if asked.stop_on_violation else '--html'} is no option of a campaign: leave"
             " it out"
         )
-    named = {"--problem": asked.problem, "--framework": asked.framework}
-    options = [part for flag, value in named.items() if value is not None for part in (flag, value)]
+    options: list[str] = []
+    for flag, value in {"--problem": asked.problem, "--framework": asked.framework}.items():
+        options += [] if value is None else [flag, value]
     options += to_argv(parsed(asked, VerifyOptions).replace(examples=None, seed=0))
 
     def examples(loop: str) -> int:
@@ -135,9 +138,10 @@ def _cut_verify(asked: argparse.Namespace) -> list[Shard]:
         return int(asked.examples or BY_FRAMEWORK["jax" if of_jax else "torch"][0])
 
     loops = asked.loops or modes_of(asked.framework, asked.ranks)
-    return [
-        shard for loop in loops for shard in shards_of(loop, examples(loop), asked.seed, options)
-    ]
+    shards: list[Shard] = []
+    for loop in loops:
+        shards += shards_of(loop, examples(loop), asked.seed, options)
+    return shards
 
 
 def shards_of(loop: str, examples: int, seed: int, options: Iterable[str]) -> list[Shard]:
@@ -170,7 +174,7 @@ def _cut_trainers(asked: argparse.Namespace) -> list[Shard]:
     ]
     options = ["--examples", str(asked.examples), "--seed", str(asked.seed)]
     options += [] if asked.problem is None else ["--problem", asked.problem]
-    options += ["--exit-zero"] * asked.exit_zero
+    options += ["--exit-zero"] if asked.exit_zero else []
     return [Shard(PROGRAM, ("trainers", name, *options)) for name in chosen]
 
 
@@ -220,37 +224,49 @@ def failed(campaign: Campaign, shards: Shards) -> tuple[int, str] | None:
 
 def merged_result(parts: Sequence[Json]) -> Json:
     """Return the results of one loop's shards as one; the first violation is the loop's."""
-    first = next((part for part in parts if part["verdict"] == "violated"), None)
-    before = parts[: parts.index(first)] if first is not None else []
-    violation = first and first["violation"]
-    if violation and violation["found_after"] is not None:
-        violation = violation | {
-            "found_after": violation["found_after"] + sum(part["cases"] for part in before)
-        }
-    moved = [part["moved_by_zeros"] for part in parts if part.get("moved_by_zeros")]
+    verdicts = [part["verdict"] for part in parts]
+    first = verdicts.index("violated") if "violated" in verdicts else None
+    worst = max(float(part["worst_error_over_allowed"]) for part in parts)
+    findings = chain.from_iterable(part["findings"] for part in parts)
     return parts[0] | {
-        "verdict": next(
-            v
-            for v in ("violated", "holds", "unjudged")
-            if any(part["verdict"] == v for part in parts)
-        ),
-        **{name: sum(part[name] for part in parts) for name in ("cases", "judged", "windows")},
-        "seconds": round(sum(part["seconds"] for part in parts), 3),
-        "worst_error_over_allowed": json_number(
-            max(float(part["worst_error_over_allowed"]) for part in parts)
-        ),
-        "findings": list(dict.fromkeys(finding for part in parts for finding in part["findings"])),
-        **{
-            name: dict(sum((Counter(part[name]) for part in parts), Counter()))
-            for name in ("skipped", "windows_skipped")
-        },
-        "moved_by_zeros": (
-            {**moved[0], "cases": sum(part["cases"] for part in moved)} if moved else None
-        ),
+        "verdict": next(v for v in ("violated", "holds", "unjudged") if v in verdicts),
+        "cases": _total(parts, "cases"),
+        "judged": _total(parts, "judged"),
+        "windows": _total(parts, "windows"),
+        "seconds": round(_total(parts, "seconds"), 3),
+        "worst_error_over_allowed": json_number(worst),
+        "findings": list(dict.fromkeys(findings)),
+        "skipped": _counts(parts, "skipped"),
+        "windows_skipped": _counts(parts, "windows_skipped"),
+        "moved_by_zeros": _moved_by_zeros(parts),
         **_accepted_in(parts),
-        "shrinking": (first or parts[0])["shrinking"],
-        "violation": violation,
+        "shrinking": parts[first or 0]["shrinking"],
+        "violation": None if first is None else _violation(parts[first], parts[:first]),
     }
+
+
+def _total(parts: Iterable[Json], name: str) -> Any:
+    return sum(part[name] for part in parts)
+
+
+def _counts(parts: Iterable[Json], name: str) -> dict[str, int]:
+    counts = Counter[str]()
+    for part in parts:
+        counts.update(part[name])
+    return dict(counts)
+
+
+def _moved_by_zeros(parts: Iterable[Json]) -> Json | None:
+    moved = [part["moved_by_zeros"] for part in parts if part.get("moved_by_zeros")]
+    return {**moved[0], "cases": _total(moved, "cases")} if moved else None
+
+
+def _violation(part: Json, before: Iterable[Json]) -> Json:
+    """Return a shard's violation, found after the cases of the shards before it, too."""
+    violation: Json = part["violation"]
+    if violation["found_after"] is None:
+        return violation
+    return violation | {"found_after": violation["found_after"] + _total(before, "cases")}
 
 
 def _accepted_in(parts: Sequence[Json]) -> Json:
@@ -307,8 +323,11 @@ def _found_by_verify(campaign: Campaign, shards: Shards) -> Found:
 
 def _found_by_trainers(campaign: Campaign, shards: Shards) -> Found:
     numbers = range(len(campaign.shards))
-    answers = [answer for number in numbers for answer in shards.result(number)["answers"]]
-    lines = [line for number in numbers for line in shards.output(number)]
+    answers: list[Json] = []
+    lines: list[str] = []
+    for number in numbers:
+        answers += shards.result(number)["answers"]
+        lines += shards.output(number)
     order = (exit_status.HOLDS, exit_status.DISAGREEMENT, exit_status.VIOLATED)
     return Found(
         {"answers": answers}, lines, max(map(shards.status, numbers), key=order.index), ("trainer",)

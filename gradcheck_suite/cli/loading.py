@@ -124,24 +124,25 @@ def _defined(module: ast.Module) -> list[str]:
     return [node.name for node in module.body if isinstance(node, kinds)]
 
 
+def _takes_one_argument(kind: ast.ClassDef) -> bool:
+    """Whether a class can be called with one argument; true where its text does not tell."""
+    functions = [node for node in kind.body if isinstance(node, ast.FunctionDef)]
+    made = next((node for node in functions if node.name == "__init__"), None)
+    if made is None:
+        return False
+    if made.args.vararg or made.args.kwonlyargs:
+        return True
+    given = len(made.args.posonlyargs) + len(made.args.args) - 1
+    return given - len(made.args.defaults) <= 1 <= given
+
+
 def _expect_no_class_of_others(text: str, module: ast.Module, name: str) -> None:
     """Refuse a class as a loop where its `__init__` takes no argument, or needs more than one."""
     found = [n for n in module.body if isinstance(n, ast.ClassDef) and n.name == name]
+    # a base, a metaclass or a decorator may make instances in another way
     if len(found) != 1 or found[0].bases or found[0].decorator_list or found[0].keywords:
         return
-    made = next(
-        (n for n in found[0].body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None
-    )
-    if made is None:
-        least = 0
-        most = 0
-    else:
-        given = len(made.args.posonlyargs) + len(made.args.args) - 1
-        least = given - len(made.args.defaults)
-        most = given
-        if made.args.vararg or made.args.kwonlyargs:
-            return
-    if not least <= 1 <= most:
+    if not _takes_one_argument(found[0]):
         raise UsageError(
             f"{text} is a class: expected a function of one argument, the TrainingRun"
             f"{_listed([each for each in _defined(module) if not each.startswith('_')])}"
@@ -491,7 +492,7 @@ def libraries_of(loop: Loop) -> tuple[str, ...]:
     if not imported:
         return ()
     distributions = packages_distributions()
-    found = dict.fromkeys(name for top in imported for name in distributions.get(top, [])[:1])
+    found = dict.fromkeys(distributions[top][0] for top in imported if distributions.get(top))
     return tuple(name for name in found if name not in ALWAYS_NAMED)
 
 

@@ -66,7 +66,8 @@ class Progress(AbstractContextManager["Progress"]):
     def advance(self, verdict: Verdict) -> None:
         """Count a case."""
         self.count(1)
-        for task in self._bar.tasks if self._bar is not None else ():
+        tasks = () if self._bar is None else self._bar.tasks
+        for task in tasks:
             if not verdict.holds:
                 task.description = f"{self._name}: violated, looking for a smaller case"
             elif self._then is not None and task.completed == task.total:

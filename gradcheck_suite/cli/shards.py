@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
+from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -149,9 +150,8 @@ def merge(shards: Shards, numbers: range, reports: Path, kinds: tuple[str, ...])
         path = records_path(reports, kind)
         old = _lines(path)
         known = set(old)
-        new = [
-            line for number in numbers for line in shards.lines(number, kind) if line not in known
-        ]
+        lines = chain.from_iterable(shards.lines(number, kind) for number in numbers)
+        new = [line for line in lines if line not in known]
         if new:
             write_text(path, "".join(f"{line}\n" for line in (*old, *new)))
     for number in numbers:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli import exit_status
@@ -14,7 +17,7 @@ from gradcheck_suite.cli.loading import (
 )
 from gradcheck_suite.cli.progress import Progress
 from gradcheck_suite.cli.waiting import IMPORTS, waiting
-from gradcheck_suite.core.contract import is_jax
+from gradcheck_suite.core.contract import Problem, is_jax
 from gradcheck_suite.core.options import VerifyOptions, options_of
 from gradcheck_suite.core.records import KINDS, append_record, write_document
 from gradcheck_suite.core.text import aligned
@@ -22,6 +25,10 @@ from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.loops.trainers import PACKAGES, TRAINERS, Trainer
 from gradcheck_suite.run import environment
 from gradcheck_suite.run.private_names import expect_present
+
+if TYPE_CHECKING:
+    from gradcheck_suite.loops.trainers.trainer import Question
+    from gradcheck_suite.verification.trainers import Answer
 
 
 def add_arguments(parser: parsers.Parser) -> None:
@@ -72,29 +79,45 @@ def run(arguments: Namespace) -> int:
         expect_present("verify")
     note_untested_trainers(trainer.name for trainer in trainers)
     from gradcheck_suite.cli.verify import subjects
-    from gradcheck_suite.loops.trainers.trainer import model_questions, on_problem
-    from gradcheck_suite.verification.trainers import ask, closing, line
+    from gradcheck_suite.verification.trainers import closing
 
     problem = None if arguments.problem is None else resolve_problem(arguments.problem)
-    libraries = [
-        name for trainer in trainers if not trainer.requires for name in libraries_of(trainer.loop)
-    ]
+    own = [trainer.loop for trainer in trainers if not trainer.requires]
+    libraries = list(chain.from_iterable(map(libraries_of, own)))
     about = environment.environment((*PACKAGES, *libraries))
     about_what = subjects((trainer.name for trainer in trainers), about["versions"], libraries)
-    dtypes = {is_jax(trainer.loop): VerifyOptions().of(trainer.loop).dtype for trainer in trainers}
-    on = " and ".join(
-        f"{dtype} on cpu{' of JAX' * (of_jax and len(dtypes) > 1)}"
-        for of_jax, dtype in dtypes.items()
-    )
+    on = _devices(trainers)
     asked = f"up to {arguments.examples} cases for each question, seed {arguments.seed}, {on}"
     if not arguments.quiet:
         print(f"{about_what}: {asked}", flush=True)
-    answers = []
+    answers = _asked(arguments, trainers, problem, about)
+    if not arguments.quiet:
+        print("\n".join(closing(answers)), flush=True)
+    return exit_status.HOLDS if arguments.exit_zero else _status(answers)
+
+
+def _questions(arguments: Namespace, trainer: Trainer) -> Iterable[Question]:
+    from gradcheck_suite.loops.trainers.trainer import model_questions, on_problem
+
+    if arguments.heads:
+        return model_questions()
+    return trainer.questions if arguments.problem is None else on_problem(arguments.problem)
+
+
+def _asked(
+    arguments: Namespace,
+    trainers: Iterable[Trainer],
+    problem: Problem | None,
+    about: dict[str, Any],
+) -> list[Answer]:
+    """Ask each trainer each question, print and record the answers; keep them where one stops."""
+    from gradcheck_suite.verification.trainers import ask, line
+
+    answers: list[Answer] = []
     with Progress(examples=arguments.examples) as progress:
         try:
             for trainer in trainers:
-                own = trainer.questions if problem is None else on_problem(arguments.problem)
-                for question in model_questions() if arguments.heads else own:
+                for question in _questions(arguments, trainer):
                     progress.start(f"{trainer.name}: {question.name}")
                     answer = ask(
                         trainer,
@@ -118,15 +141,26 @@ def run(arguments: Namespace) -> int:
                 write_document(
                     arguments.json, about, {"answers": [answer.to_json() for answer in answers]}
                 )
-    if not arguments.quiet:
-        print("\n".join(closing(answers)), flush=True)
-    if arguments.exit_zero:
-        return exit_status.HOLDS
+    return answers
+
+
+def _devices(trainers: Iterable[Trainer]) -> str:
+    """Return the dtype and device of the loops of torch and of JAX, in words."""
+    dtypes = {is_jax(trainer.loop): VerifyOptions().of(trainer.loop).dtype for trainer in trainers}
+    if len(dtypes) == 1:
+        return f"{next(iter(dtypes.values()))} on cpu"
+    return " and ".join(
+        f"{dtype} on cpu of JAX" if of_jax else f"{dtype} on cpu"
+        for of_jax, dtype in dtypes.items()
+    )
+
+
+def _status(answers: Sequence[Answer]) -> int:
     if all(answer.result is None for answer in answers):
         raise CannotRunHere("no question could be asked here: the lines above say what is missing")
-    findings = any(answer.result is not None and answer.result.findings for answer in answers)
     return exit_status.status_of(
-        violated=any(answer.violated for answer in answers), findings=findings
+        violated=any(answer.violated for answer in answers),
+        findings=any(answer.result and answer.result.findings for answer in answers),
     )
 
 

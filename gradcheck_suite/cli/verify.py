@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -254,9 +255,8 @@ def subjects(
     """Return the versions on which a verdict depends: of the suite, the frameworks and the loops'
     libraries.
     """
-    packages = dict.fromkeys(
-        package for name in names if name in TRAINERS for package in TRAINERS[name].packages
-    )
+    trainers = [TRAINERS[name] for name in names if name in TRAINERS]
+    packages = dict.fromkeys(chain.from_iterable(trainer.packages for trainer in trainers))
     packages |= dict.fromkeys(libraries)
     return ", ".join(
         f"{name} {versions[name]}" for name in ("gradcheck-suite", "torch", "jax", *packages)
@@ -304,13 +304,7 @@ def summary(
     """
     violated = [result.loop for result in results if result.violations]
     if interrupted and asked == 1:
-        cases = results[0].cases if results else 0
-        of = (
-            counted(cases, "case")
-            if examples is None
-            else f"{cases} of {counted(examples, 'case')}"
-        )
-        return f"interrupted after {of}: {'violated' if violated else 'no violation so far'}"
+        return _summary_of_one(results, examples)
     complete = [result for result in results if not result.interrupted]
     if violated:
         text = f"{len(violated)} of {counted(asked, 'loop')} violated: {', '.join(violated)}"
@@ -325,6 +319,14 @@ def summary(
     if interrupted:
         text += f"; interrupted, {len(complete)} of {counted(asked, 'loop')} went to the end"
     return text
+
+
+def _summary_of_one(results: Sequence[Result], examples: int | None) -> str:
+    """Return the last line of a run of one loop that Ctrl-C ended."""
+    cases = results[0].cases if results else 0
+    of = counted(cases, "case") if examples is None else f"{cases} of {counted(examples, 'case')}"
+    violated = any(result.violations for result in results)
+    return f"interrupted after {of}: {'violated' if violated else 'no violation so far'}"
 
 
 def _on(flag: Any) -> str:
@@ -453,7 +455,7 @@ def _verify(
     if options.ranks > 1:
         expect_ranks(options.ranks, options.device)
         judge_digest()  # its sources are read while the ranks' process imports torch, and kept for the records
-    libraries = dict.fromkeys(name for subject in subjects for name in libraries_of(subject.loop))
+    libraries = dict.fromkeys(chain.from_iterable(libraries_of(each.loop) for each in subjects))
     about = environment.environment((*PACKAGES, *libraries))
     chosen = {is_jax(subject.loop): options.of(subject.loop) for subject in subjects}
     lines = header(arguments.loops, chosen, arguments.problem, about, libraries)
@@ -476,8 +478,11 @@ def _verify(
     if not quiet:
         examples = options.of(subjects[0].loop).examples
         say([summary(results, len(subjects), interrupted=done.interrupted, examples=examples)])
-    findings = any(result.findings for result in results)
-    return exit_status.status_of(violated=violated, findings=findings, interrupted=done.interrupted)
+    return exit_status.status_of(
+        violated=violated,
+        findings=any(result.findings for result in results),
+        interrupted=done.interrupted,
+    )
 
 
 @dataclass

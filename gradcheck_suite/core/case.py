@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -268,6 +268,10 @@ class Plan:
         object.__setattr__(self, "micro_batches", tuple(self.micro_batches))
         object.__setattr__(self, "ranks", () if len(self.ranks) == 1 else tuple(self.ranks))
         object.__setattr__(self, "masked", tuple(sorted(set(self.masked))))
+        self._expect_numbers()
+        self._expect_targets()
+
+    def _expect_numbers(self) -> None:
         if not self.micro_batches or not all(is_integer(n) and n >= 1 for n in self.micro_batches):
             raise UsageError(
                 "Plan: micro_batches must be positive integers, at least one, got"
@@ -284,6 +288,8 @@ class Plan:
                 "Plan: ranks must be positive integers that add up to the"
                 f" {len(self.micro_batches)} micro-batches, got {self.ranks}"
             )
+
+    def _expect_targets(self) -> None:
         if not all(is_integer(j) and 0 <= j < len(self.micro_batches) for j in self.masked):
             raise UsageError(
                 f"Plan: masked must be indices of micro-batches below {len(self.micro_batches)},"
@@ -323,11 +329,15 @@ class Plan:
     @cached_property
     def owners(self) -> tuple[int, ...]:
         """The rank that gets each micro-batch."""
-        return tuple(rank for parts in self._parts for rank, part in enumerate(parts) for _ in part)
+        owners: list[int] = []
+        for parts in self._parts:
+            for rank, part in enumerate(parts):
+                owners += [rank] * len(part)
+        return tuple(owners)
 
     def of_rank(self, rank: int) -> tuple[int, ...]:
         """Return the indices of the micro-batches that a rank gets in an epoch, in order."""
-        return tuple(j for parts in self._parts for j in parts[rank])
+        return tuple(chain.from_iterable(parts[rank] for parts in self._parts))
 
     @cached_property
     def starts(self) -> tuple[int, ...]:

@@ -377,7 +377,8 @@ def training_loop(
             `torch.autocast` in this dtype; its gradients are then held to this dtype's rounding
             errors.
     """
-    chosen, declared = checked_assumptions(assumes), checked_autocast(autocast)
+    chosen = checked_assumptions(assumes)
+    declared = checked_autocast(autocast)
 
     def mark(loop: _LoopT) -> _LoopT:
         loop.assumes = chosen  # type: ignore[attr-defined]

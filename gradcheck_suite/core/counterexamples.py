@@ -40,11 +40,8 @@ def evidence_to_json(comparison: Comparison) -> list[dict[str, Any]]:
         ratio: Vector = np.divide(
             error, comparison.allowed, out=np.zeros_like(error), where=error > 0
         )
-    worst = {
-        name: float(part.max())
-        for name in layout.names
-        if (part := ratio[layout.elements(name)]).size
-    }
+    parts = {name: ratio[layout.elements(name)] for name in layout.names}
+    worst = {name: float(part.max()) for name, part in parts.items() if part.size}
     wrong = sorted(
         (name for name, value in worst.items() if value > 1), key=lambda name: -worst[name]
     )
@@ -56,7 +53,8 @@ def _parameter(comparison: Comparison, name: str, ratio: Vector) -> dict[str, An
     shape = layout.shapes[layout.names.index(name)]
     matrix = ratio.reshape(shape[0] if len(shape) > 1 else 1, -1)
     row, column = np.unravel_index(int(np.argmax(matrix)), matrix.shape)
-    rows, columns = _around(int(row), matrix.shape[0]), _around(int(column), matrix.shape[1])
+    rows = _around(int(row), matrix.shape[0])
+    columns = _around(int(column), matrix.shape[1])
 
     def kept(vector: Vector) -> list[list[float | str | None]]:
         part = layout.part(vector, name).reshape(matrix.shape)[rows, columns]

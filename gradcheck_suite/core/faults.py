@@ -759,7 +759,7 @@ BY_LIBRARY = {
         "at least (transformers#47688): set `trainer.loss_is_scaled_for_ga = False`"
     ),
 }
-"""A trainer's package, and a fault or a cause that its own division may have, which no user mends in the script ->
+"""A trainer's package, and a fault or a cause that its own division may have, which no user fixes in the script ->
 what helps there, as found in docs/found.md."""
 FAULTS = {fault.name: fault for fault in _ROWS}
 """The faults by name, in the order of the documents."""

@@ -37,7 +37,9 @@ from gradcheck_suite.core.text import suggestion
 from gradcheck_suite.errors import UsageError
 
 _T = TypeVar("_T")
-NUMPY, XLA = EVALUATORS = "numpy", "xla"
+NUMPY = "numpy"
+XLA = "xla"
+EVALUATORS = (NUMPY, XLA)
 """What evaluates JAX's derivatives."""
 
 

@@ -191,7 +191,8 @@ def sources_digest(names: Iterable[str | Path], package: Path = PACKAGE) -> str:
     found: set[str] = set()
     for name in names:
         place = package / name
-        for path in place.rglob("*.py") if place.is_dir() else [place]:
+        paths = place.rglob("*.py") if place.is_dir() else [place]
+        for path in paths:
             found |= _statements(path.read_text())
     return hashlib.sha256("\n".join(sorted(found)).encode()).hexdigest()[:16]
 

@@ -354,45 +354,41 @@ class Violation:
     @property
     def _source_lines(self) -> list[str]:
         """The lines that compute the loss, send it backward and step, with what happened at each."""
-        happened = {
-            "step": "".join(
-                [
-                    "step" if self.step is None else f"step {self.step}",
-                    f" and {self.occurrences - 1} more" if self.occurrences > 1 else "",
-                    (
-                        ""
-                        if self.gradient_error is None
-                        else f": gradient off by {percent(self.gradient_error)}"
-                    ),
-                ]
-            )
-        }
+        own = (self.place or "").rpartition(":")[0]
+        rows = [_source_row(place, own, said) for place, said in self._notes_on_places().items()]
+        if all(row.label.isdigit() for row in rows):
+            rows.sort(key=lambda row: int(row.label))
+        indents = (len(row.text) - len(row.text.lstrip()) for row in rows if row.text)
+        indent = min(indents, default=0)
+        rows = [replace(row, text=_cut(row.text[indent:])) for row in rows]
+        labels = max((len(row.label) for row in rows), default=0)
+        texts = max((len(row.text) for row in rows), default=0)
+        return [
+            f"  {row.label:>{labels}} | {row.text:<{texts}}   {row.said}".rstrip() for row in rows
+        ]
+
+    def _notes_on_places(self) -> dict[str, list[str]]:
+        """Return what happened at each place, `FILE:LINE`."""
+        happened = {"step": self._said_of_step}
         if not self.backward and not self.stepped:
             happened["loss"] = ""  # the one place is that of the fault, whatever is done there
         notes: dict[str, list[str]] = {}
         for name, places in self.places.items():
-            for place in (places or "").split(" < ") if places else ():
-                notes.setdefault(place, []).append(happened.get(name, name))
+            if places:
+                for place in places.split(" < "):
+                    notes.setdefault(place, []).append(happened.get(name, name))
         if self.to_change is not None:
             notes.setdefault(self.to_change, ["to change"])
-        own = (self.place or "").rpartition(":")[0]
-        rows = []
-        for place, said in notes.items():
-            file, _, line = place.rpartition(":")
-            linecache.checkcache(
-                file
-            )  # a notebook may have edited it since, or gone to another folder
-            text = _line_of(file, int(line)) if line.isdigit() else ""
-            rows.append((line if file == own else place, text, ", ".join(said)))
-        if all(label.isdigit() for label, _, _ in rows):
-            rows.sort(key=lambda row: int(row[0]))
-        indent = min((len(text) - len(text.lstrip()) for _, text, _ in rows if text), default=0)
-        shown = [(label, _cut(text[indent:]), said) for label, text, said in rows]
-        widths = [max((len(row[column]) for row in shown), default=0) for column in (0, 1)]
-        return [
-            f"  {label:>{widths[0]}} | {text:<{widths[1]}}   {said}".rstrip()
-            for label, text, said in shown
-        ]
+        return notes
+
+    @property
+    def _said_of_step(self) -> str:
+        text = "step" if self.step is None else f"step {self.step}"
+        if self.occurrences > 1:
+            text += f" and {self.occurrences - 1} more"
+        if self.gradient_error is not None:
+            text += f": gradient off by {percent(self.gradient_error)}"
+        return text
 
     @property
     def shown_details(self) -> list[str]:
@@ -403,6 +399,24 @@ class Violation:
         """Return the violation as JSON-ready data; NaN and infinities become strings."""
         data: dict[str, Any] = to_json(self, self.command)
         return data
+
+
+@dataclass(frozen=True)
+class _SourceRow:
+    """A line of a user's file: its number or place, its text and what happened there."""
+
+    label: str
+    text: str
+    said: str
+
+
+def _source_row(place: str, own: str, said: Iterable[str]) -> _SourceRow:
+    """Return the row of a place, which has its number alone where it is in the file `own`."""
+    file, _, line = place.rpartition(":")
+    # a notebook may have edited it since, or gone to another folder
+    linecache.checkcache(file)
+    text = _line_of(file, int(line)) if line.isdigit() else ""
+    return _SourceRow(line if file == own else place, text, ", ".join(said))
 
 
 def _line_of(file: str, number: int) -> str:
@@ -794,41 +808,45 @@ def _accepting(one: Found, entries: Iterable[Accepted]) -> Found:
 
 def _commands_of(diagnosis: str) -> set[str]:
     """Return the commands that can find a fault, one of several, a finding or a reason."""
-    names = diagnosis.split(" or ")
-    return {
-        command
-        for command in BOTH
-        for name in names
-        if (FAULTS[name].command in ("", command) if name in FAULTS else command == "audit")
-    }
+    commands: set[str] = set()
+    for name in diagnosis.split(" or "):
+        if name not in FAULTS:
+            commands.add("audit")
+        else:
+            commands.update((FAULTS[name].command,) if FAULTS[name].command else BOTH)
+    return commands
+
+
+def _used_entries(entries: Sequence[Accepted], results: Iterable[Result]) -> set[Accepted]:
+    used: set[Accepted] = set()
+    for result in results:
+        for fault in result.accepted:
+            used.update(fault.accepted_by(entries))
+        for found in result.named_findings:
+            used.update(_entries_of(found, entries))
+    return used
+
+
+def _has_judged(result: Result, entry: Accepted) -> bool:
+    """Whether a result would have what an entry accepts, if that were still there."""
+    if result.unjudged or result.interrupted or result.raised:
+        return False
+    # what `verify` cannot find is not gone where `verify` has judged the file, and vice versa
+    if result.command not in _commands_of(entry.fault):
+        return False
+    spans = [span for file, span in result.files if file == entry.file]
+    return any(entry.line is None or span is None or entry.line in span for span in spans)
 
 
 def no_longer_found(entries: Sequence[Accepted], results: Sequence[Result]) -> list[str]:
     """Return a line for each entry that accepts nothing, although its file was judged to the end."""
-    used = {
-        one for result in results for fault in result.accepted for one in fault.accepted_by(entries)
-    }
-    used |= {
-        one
-        for result in results
-        for found in result.named_findings
-        for one in _entries_of(found, entries)
-    }
-    whole = (
-        result for result in results if not (result.unjudged or result.interrupted or result.raised)
-    )
-    judged = [(result.command, *file) for result in whole for file in result.files]
+    used = _used_entries(entries, results)
     lines = []
-    for one in entries:
-        # what `verify` cannot find is not gone where `verify` has judged the file, and vice versa
-        commands = _commands_of(one.fault)
-        here = (span for command, file, span in judged if file == one.file and command in commands)
-        if one not in used and any(
-            one.line is None or span is None or one.line in span for span in here
-        ):
-            place = str(one).partition("@")[2]
+    for entry in entries:
+        if entry not in used and any(_has_judged(result, entry) for result in results):
+            place = str(entry).partition("@")[2]
             lines.append(
-                f"accept: {one.fault} was not found again in {place}: remove the entry from"
+                f"accept: {entry.fault} was not found again in {place}: remove the entry from"
                 " pyproject.toml"
             )
     return lines
@@ -851,6 +869,19 @@ def is_endless(violation: Violation) -> bool:
 WIDTH = 24
 """Characters of the longest bar."""
 SHOWN_ROWS = 12
+BARS = "weight (bar), expected (|)"
+"""The title of the column with bars."""
+
+
+def _weight_cells(weights: Sequence[Weight]) -> list[list[str]]:
+    """Return the cells of a table of weights, its titles first; ranks only where there are some."""
+    ranks = any(weight.rank is not None for weight in weights)
+    rows = [["micro-batch", *(["rank"] if ranks else []), "count", "weight", "expected"]]
+    for weight in weights:
+        rank = [str(weight.rank)] if ranks else []
+        numbers = (weight.count, weight.observed, weight.expected)
+        rows.append([weight.place, *rank, *(f"{value:.6g}" for value in numbers)])
+    return rows
 
 
 def weight_lines(weights: Sequence[Weight]) -> list[str]:
@@ -861,31 +892,22 @@ def weight_lines(weights: Sequence[Weight]) -> list[str]:
     if not weights:
         return []
     top = _largest(weights)
-    ranks = any(w.rank is not None for w in weights)
-    rows: list[tuple[str, ...]] = [
-        ("micro-batch", "rank", "count", "weight", "expected", "weight (bar), expected (|)")
-    ]
-    for w in weights[:SHOWN_ROWS]:
-        numbers = (f"{value:.6g}" for value in (w.count, w.observed, w.expected))
-        rows.append((w.place, str(w.rank), *numbers, _bar(w.expected, w.observed, top)))
-    columns = [0, *([1] if ranks else []), 2, 3, 4]
-    widths = {column: max(len(row[column]) for row in rows) for column in columns}
-    lines = [
-        "  ".join(["", *(f"{row[c]:>{widths[c]}}" for c in columns), row[5]]).rstrip()
-        for row in rows
-    ]
-    return [
-        *lines,
-        *([f"  and {len(weights) - SHOWN_ROWS} more"] if len(weights) > SHOWN_ROWS else []),
-    ]
+    rows = _weight_cells(weights)[: SHOWN_ROWS + 1]
+    bars = [BARS, *(_bar(w.expected, w.observed, top) for w in weights[:SHOWN_ROWS])]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row, bar in zip(rows, bars, strict=True):
+        cells = [f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(["", *cells, bar]).rstrip())
+    if len(weights) > SHOWN_ROWS:
+        lines.append(f"  and {len(weights) - SHOWN_ROWS} more")
+    return lines
 
 
 def _largest(weights: Iterable[Weight]) -> float:
     """Return the largest magnitude of a finite weight; 0 where there is none."""
-    finite = (
-        abs(value) for w in weights for value in (w.expected, w.observed) if math.isfinite(value)
-    )
-    return max(finite, default=0.0)
+    values = [weight.expected for weight in weights] + [weight.observed for weight in weights]
+    return max((abs(value) for value in values if math.isfinite(value)), default=0.0)
 
 
 def _bar(expected: float, observed: float, top: float) -> str:
@@ -981,15 +1003,19 @@ def _below_loop(result: Result) -> Iterator[str]:
     yield from (result.second_opinion or "").splitlines()
     for said in result.findings:
         yield f"finding, for which no loop is to blame: {said}"
-    for reason, count in result.skipped.items():
-        yield f"{counted(count, 'case')} could not be judged here: {' '.join(reason.split())}"
-    for reason, count in result.windows_skipped.items():
-        steps = result.windows + sum(result.windows_skipped.values())
-        yield f"{count} of {steps} steps could not be judged: {reason}"
+    yield from _below_skipped(result)
     for violation in result.violations:
         yield from [*violation.words, _found(result, violation)]
     for violation in result.accepted:
         yield f"{_accepted(violation)}; the search ended there"
+
+
+def _below_skipped(result: Result) -> Iterator[str]:
+    for reason, count in result.skipped.items():
+        yield f"{counted(count, 'case')} could not be judged here: {' '.join(reason.split())}"
+    steps = result.windows + sum(result.windows_skipped.values())
+    for reason, count in result.windows_skipped.items():
+        yield f"{count} of {steps} steps could not be judged: {reason}"
 
 
 def _finding_line(one: Found) -> str:
@@ -1034,6 +1060,8 @@ def _found(result: Result, violation: Violation) -> str:
 
 _GROUND = {"good": "#0a6b2d", "bad": "#a4161a", "warn": "#7a4d00"}
 _CELL = "padding:0 .8em;text-align:right"
+_OBSERVED = "left:0;top:.2em;height:.8em;width:{}%;background:#a8487f"
+_MARK = "left:{}%;top:0;height:1.2em;border-left:2px solid currentColor"
 
 
 def result_html(result: Result) -> str:
@@ -1057,35 +1085,23 @@ def result_html(result: Result) -> str:
     )
 
 
+def _bar_html(weight: float, top: float, style: str) -> str:
+    if not math.isfinite(weight):
+        return ""
+    placed = style.format(round(100 * abs(weight) / top))
+    return f'<div style="position:absolute;{placed}"></div>'
+
+
 def _weights_html(weights: Sequence[Weight]) -> str:
     if not weights:
         return ""
     top = _largest(weights) or 1.0
-    ranks = any(w.rank is not None for w in weights)
-    names = (
-        "micro-batch",
-        *(("rank",) if ranks else ()),
-        "count",
-        "weight",
-        "expected",
-        "weight (bar), expected (|)",
-    )
-    head = "".join(f'<th style="{_CELL}">{name}</th>' for name in names)
+    titles, *rows = _weight_cells(weights)
+    head = "".join(f'<th style="{_CELL}">{title}</th>' for title in [*titles, BARS])
     body = []
-    for w in weights:
-        numbers = (f"{value:.6g}" for value in (w.count, w.observed, w.expected))
-        cells = (w.place, *((str(w.rank),) if ranks else ()), *numbers)
-        bar = "".join(
-            f'<div style="position:absolute;{style}"></div>'
-            for weight, style in (
-                (w.observed, "left:0;top:.2em;height:.8em;width:{}%;background:#a8487f"),
-                (w.expected, "left:{}%;top:0;height:1.2em;border-left:2px solid currentColor"),
-            )
-            if math.isfinite(weight)
-            for style in (style.format(round(100 * abs(weight) / top)),)
-        )
+    for weight, row in zip(weights, rows, strict=True):
+        bar = _bar_html(weight.observed, top, _OBSERVED) + _bar_html(weight.expected, top, _MARK)
         drawn = f'<td><div style="position:relative;width:16em;height:1.2em">{bar}</div></td>'
-        body.append(
-            "<tr>" + "".join(f'<td style="{_CELL}">{cell}</td>' for cell in cells) + drawn + "</tr>"
-        )
+        cells = "".join(f'<td style="{_CELL}">{cell}</td>' for cell in row)
+        body.append(f"<tr>{cells}{drawn}</tr>")
     return f"<table><tr>{head}</tr>{''.join(body)}</table>"

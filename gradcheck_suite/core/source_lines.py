@@ -12,6 +12,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -119,12 +120,10 @@ class LoopSyntax:
 
     def _names(self, expression: ast.AST) -> list[str]:
         """Return the names whose values are in an expression, without the arguments of losses."""
-        inside = {
-            id(part)
-            for call in self._losses_in(expression)
-            for argument in (call.func, *call.args, *call.keywords)
-            for part in ast.walk(argument)
-        }
+        inside = set[int]()
+        for call in self._losses_in(expression):
+            for argument in (call.func, *call.args, *call.keywords):
+                inside.update(map(id, ast.walk(argument)))
         return [
             node.id
             for node in ast.walk(expression)
@@ -155,11 +154,8 @@ class LoopSyntax:
             return True
         names = [name for name in self._names(expression) if name not in seen]
         seen.update(names)
-        return any(
-            self._reaches_loss(assigned.value, seen)
-            for name in names
-            for assigned in self._assigned.get(name, ())
-        )
+        assigned = chain.from_iterable(self._assigned.get(name, ()) for name in names)
+        return any(self._reaches_loss(each.value, seen) for each in assigned)
 
     def marks(self) -> dict[int, str]:
         """Return what happens at a line: `loss`, `backward` or `step`, by its number."""
@@ -178,14 +174,9 @@ class LoopSyntax:
         found = {call.lineno: "step" for call in updates}
         for call in self._each_call(*GRADIENTS_OF_JAX):
             found.setdefault(call.lineno, "backward")
-        read = [
-            node
-            for part in self._parts
-            for node in ast.walk(part)
-            if isinstance(node, ast.Attribute) and node.attr == "loss"
-        ]
-        for node in read:
-            found.setdefault(node.lineno, "loss")
+        for node in chain.from_iterable(map(ast.walk, self._parts)):
+            if isinstance(node, ast.Attribute) and node.attr == "loss":
+                found.setdefault(node.lineno, "loss")
         return found
 
     def scaled(self) -> int | None:
@@ -215,9 +206,11 @@ def _assignments(part: Definition) -> Iterator[tuple[str, Assigned]]:
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             value = node.value
-            for target in targets if value is not None else ():
+            if value is None:  # `x: int` declares and assigns nothing
+                continue
+            for target in targets:
                 names = [n.id for n in ast.walk(target) if isinstance(n, ast.Name)]
-                yield from ((name, Assigned(node.lineno, value)) for name in names if value)
+                yield from ((name, Assigned(node.lineno, value)) for name in names)
         elif isinstance(node, ast.Call) and _name(node.func) in ("append", "extend") and node.args:
             assert isinstance(node.func, ast.Attribute | ast.Name)
             holder = getattr(node.func, "value", None)
@@ -244,17 +237,21 @@ def _syntax(loop: Any) -> LoopSyntax | None:
     own = starts.get(first)
     if own is None:
         return None
+    return LoopSyntax(own, _helpers_of(own, tree))
+
+
+def _helpers_of(own: Definition, tree: ast.Module) -> dict[str, Definition]:
+    """Return the functions of a file that a function calls, and those that they call."""
     top = {node.name: node for node in tree.body if isinstance(node, Definition)}
     helpers: dict[str, Definition] = {}
     waiting = [own]
     while waiting:
-        for name in (
-            _name(node) for node in ast.walk(waiting.pop(0)) if isinstance(node, ast.Name)
-        ):
+        inside = ast.walk(waiting.pop(0))
+        for name in [_name(node) for node in inside if isinstance(node, ast.Name)]:
             if name in top and name not in helpers and top[name] is not own:
                 helpers[name] = top[name]
                 waiting.append(top[name])
-    return LoopSyntax(own, helpers)
+    return helpers
 
 
 def loop_source(loop: Any) -> dict[str, Any] | None:
@@ -350,7 +347,8 @@ def judged_lines(loop: Any) -> tuple[tuple[str, range], ...]:
     if place is None:
         return ()
     file, span = place
-    return ((file, span), *((file, lines) for lines in (syntax.helpers if syntax else ())))
+    helpers = syntax.helpers if syntax else ()
+    return ((file, span), *((file, lines) for lines in helpers))
 
 
 def places_source(places: Mapping[str, str | None], folder: Path) -> dict[str, Any] | None:

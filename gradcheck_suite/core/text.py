@@ -63,32 +63,33 @@ def split_text(plan: Plan) -> str:
     windows = [[shown[j] for j in window] for window in plan.windows]
     if plan.ranks:
         members = [plan.of_rank(rank) for rank in range(plan.world_size)]
-        windows = [
-            " / ".join(
-                " ".join(shown[j] for j in window if j in own) or "-" for own in members
-            ).split(" ")
-            for window in plan.windows
-        ]
+        windows = [_dealt(window, members, shown) for window in plan.windows]
     if len(shown) <= MOST_SHOWN:
         return f"[{' | '.join(map(' '.join, windows))}]"
     texts = [" ".join(_runs(window, 6)) for window in windows]
     return f"[{' | '.join(_runs(texts, 3))}]"
 
 
+def _dealt(
+    window: Iterable[int], members: Iterable[Sequence[int]], shown: Sequence[str]
+) -> list[str]:
+    """Return the words of a window that is dealt to ranks; "-" for a rank that has none of it."""
+    parts = [" ".join(shown[j] for j in window if j in own) for own in members]
+    return " / ".join(part or "-" for part in parts).split(" ")
+
+
 def _runs(texts: Iterable[str], least: int) -> list[str]:
     """Return texts with equal neighbours, if there are at least so many, written once with their
     number.
     """
-    runs = [(text, len(list(run))) for text, run in groupby(texts)]
-    return [
-        part
-        for text, times in runs
-        for part in (
-            [f"{times} x ({text})" if " " in text else f"{times} x {text}"]
-            if times >= least
-            else [text] * times
-        )
-    ]
+    parts: list[str] = []
+    for text, run in groupby(texts):
+        times = len(list(run))
+        if times < least:
+            parts += [text] * times
+        else:
+            parts.append(f"{times} x ({text})" if " " in text else f"{times} x {text}")
+    return parts
 
 
 def cut_text(plan: Plan) -> str:

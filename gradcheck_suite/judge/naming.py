@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import groupby
 
 import numpy as np
@@ -734,6 +735,44 @@ def quantities(w: Weights) -> Iterator[Quantity]:
         if other > 0:
             message = f"the window's count over {what}, {count:g}/{other:g}"
             yield Quantity(what, message, count / other, cause, rare=rare)
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A quantity of a window, or one over it, as the factor of a fault.
+
+    Attributes:
+        value: of the factor.
+        cause: of `wrong-scale` in the table of faults.
+    """
+
+    value: float
+    cause: str
+
+
+@lru_cache
+def factor_of(key: str, length: int, ranks: int, power: int, *, k: int | None = None) -> Factor:
+    """Return the factor that a quantity of a window gives.
+
+    Args:
+        key: of the quantity.
+        length: the window's micro-batches on each rank.
+        ranks: the number of ranks.
+        power: 1, or -1 for one over the quantity.
+        k: the accumulation steps; None for the window's length.
+    """
+    number = length * ranks
+    w = Weights(
+        observed=np.zeros(number),
+        counts=(1.0,) * number,
+        window=tuple(range(number)),
+        accumulation_steps=k or length,
+        epoch=0,
+        reduction="mean",
+        owners=tuple(range(ranks)) * length if ranks > 1 else (),
+    )
+    quantity = next(one for one in quantities(w) if one.key == key)
+    return Factor(quantity.value**power, quantity.cause if power > 0 else quantity.inverse)
 
 
 Beside = Iterator[tuple[str, float, str, int]]

@@ -290,11 +290,9 @@ class Report:
     @property
     def tabs(self) -> dict[str, str]:
         """The pages after the first one, in the order of their sections: key -> name."""
-        last = ["violations"] * bool(self.violations) + ["environment"]
-        return {
-            tab: tab.capitalize()
-            for tab in (*(s.tab for s in self.sections if s.tab not in last), *last)
-        }
+        last = ["violations", "environment"] if self.violations else ["environment"]
+        before = [section.tab for section in self.sections if section.tab not in last]
+        return {tab: tab.capitalize() for tab in (*before, *last)}
 
 
 def shown(value: Cell) -> str:

@@ -15,6 +15,7 @@ import webbrowser
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from importlib import resources
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,24 +33,23 @@ if TYPE_CHECKING:
 
 
 HOMES = """
-huggingface: accelerate diffusers transformers trl; pytorch: opacus pytorch torchtitan torchtune; allenai: open-instruct
-rslearn; facebookresearch: lingua mmf; NVIDIA: Megatron-LM TransformerEngine; AMD-AGI: Primus; OpenNMT: OpenNMT-py;
-PrimeIntellect-ai: prime-rl; UKPLab: sentence-transformers; apache: mxnet; bytetriper: RAE; deepspeedai: DeepSpeed;
-dscripka: openWakeWord; hiyouga: LlamaFactory; karpathy: nanochat; keras-team: keras; linkedin: Liger-Kernel;
-luyug: GradCache; ml-explore: mlx-lm; mlfoundations: open_clip; modelscope: ms-swift; open-mmlab: mmcv;
-openai: guided-diffusion; rasbt: LLMs-from-scratch; ultralytics: yolov5; unslothai: unsloth
+huggingface/accelerate huggingface/diffusers huggingface/transformers huggingface/trl
+pytorch/opacus pytorch/pytorch pytorch/torchtitan pytorch/torchtune allenai/open-instruct
+allenai/rslearn facebookresearch/lingua facebookresearch/mmf NVIDIA/Megatron-LM
+NVIDIA/TransformerEngine AMD-AGI/Primus OpenNMT/OpenNMT-py PrimeIntellect-ai/prime-rl
+UKPLab/sentence-transformers apache/mxnet bytetriper/RAE deepspeedai/DeepSpeed
+dscripka/openWakeWord hiyouga/LlamaFactory karpathy/nanochat keras-team/keras
+linkedin/Liger-Kernel luyug/GradCache ml-explore/mlx-lm mlfoundations/open_clip
+modelscope/ms-swift open-mmlab/mmcv openai/guided-diffusion rasbt/LLMs-from-scratch
+ultralytics/yolov5 unslothai/unsloth
 """
-"""Owner on GitHub: the repositories, as bugs are cited by them."""
-REPOSITORIES = {
-    name: f"{owner.strip()}/{name}"
-    for owner, _, names in (line.partition(":") for line in HOMES.split(";"))
-    for name in names.split()
-} | {
+"""Repositories whose bugs are cited by the repository's own name."""
+REPOSITORIES = {home.partition("/")[2]: home for home in HOMES.split()} | {
     "Lightning": "Lightning-AI/pytorch-lightning",
     "NeMo Automodel": "NVIDIA-NeMo/Automodel",
     "pytorch/examples": "pytorch/examples",
 }
-"""What bugs are cited by -> the repository; the last three are cited by another name than the repository's."""
+"""What bugs are cited by -> the repository; the last three are cited by another name."""
 _CITED = re.compile(
     rf"(?<![\w/-])({'|'.join(map(re.escape, sorted(REPOSITORIES, key=len, reverse=True)))})#(\d+)\b"
 )
@@ -120,10 +120,9 @@ def _drawing(
 
 def pictures(report: Report) -> list[Figure]:
     """Return the figures that the Markdown includes."""
-    shown = [figure for answer in report.answers for figure in answer.figures]
-    return shown + [
-        figure for section in report.sections for figure in section.figures if figure.in_story
-    ]
+    in_answers = chain.from_iterable(answer.figures for answer in report.answers)
+    in_sections = chain.from_iterable(section.figures for section in report.sections)
+    return [*in_answers, *(figure for figure in in_sections if figure.in_story)]
 
 
 def report_markdown(report: Report, place: Callable[[Figure], str]) -> str:
@@ -197,7 +196,7 @@ def report_html(report: Report) -> str:
     parts = (
         *report.answers,
         *report.sections,
-        *(c for s in report.sections for c in s.claims),
+        *chain.from_iterable(section.claims for section in report.sections),
         *report.violations,
     )
     return _html("report.html.j2", parts, report=report, title=report.title)
@@ -231,7 +230,8 @@ def violations_html(violations: Sequence[ViolationPage], lines: Sequence[str]) -
 def _html(
     template: str, parts: Iterable[Answer | Section | Claim | ViolationPage], **values: Any
 ) -> str:
-    specs = {figure.key: figure.spec for part in parts for figure in part.figures}
+    figures = chain.from_iterable(part.figures for part in parts)
+    specs = {figure.key: figure.spec for figure in figures}
     scripts = [*vendored().values(), *(_text("templates", name) for name in SCRIPTS)]
     plots = {"config": config(), "specs": specs}
     from markupsafe import Markup

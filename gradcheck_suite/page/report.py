@@ -5,9 +5,10 @@ And what changed between two of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 
 from gradcheck_suite.core.records import KINDS, Data, Kind, Record, run_of
@@ -44,20 +45,27 @@ def _diagnosis(data: Data) -> str:
     return violation.diagnosis if violation else "violated"
 
 
-def _judged(records: Records) -> list[tuple[str, Data, Record]]:
-    """Return the loops, scripts and questions to trainers that were judged: name, result and
-    record, oldest first.
-    """
-    runs = [
-        (run_of(r.data)[0], r.data, r) for kind in ("verify", "audit") for r in records.of(kind)
+@dataclass(frozen=True)
+class _Judged:
+    """A loop, a script or a question to a trainer that was judged, its result and the record."""
+
+    name: str
+    result: Data
+    record: Record
+
+
+def _judged(records: Records) -> list[_Judged]:
+    """Return what was judged, oldest first."""
+    found = [
+        _Judged(run_of(record.data)[0], record.data, record)
+        for record in (*records.of("verify"), *records.of("audit"))
     ]
-    asked = [
-        (f"{r.data['trainer']}: {r.data['question']}", r.data["result"], r)
-        for r in records.of("trainer")
-    ]
-    return sorted(
-        (*runs, *((n, data, r) for n, data, r in asked if data)), key=lambda one: one[2].time
-    )
+    for record in records.of("trainer"):
+        result = record.data["result"]
+        if result:
+            name = f"{record.data['trainer']}: {record.data['question']}"
+            found.append(_Judged(name, result, record))
+    return sorted(found, key=lambda judged: judged.record.time)
 
 
 def own_verdicts(records: Records) -> tuple[Answer, ...]:
@@ -70,34 +78,19 @@ def own_verdicts(records: Records) -> tuple[Answer, ...]:
     judged = _judged(records)
     if not judged:
         return ()
-    for name, data, record in judged:
-        commit = record.commit[:7] or "no commit"
+    for one in judged:
+        commit = one.record.commit[:7] or "no commit"
+        # a commit that is met again moves to the end: the last run of it counts
         runs.pop(commit, None)
-        runs[commit] = f"{commit}, {record.time[:10]}"
-        row = found.setdefault(name, {})
+        runs[commit] = f"{commit}, {one.record.time[:10]}"
+        row = found.setdefault(one.name, {})
         row.pop(commit, None)
-        row[commit] = data
+        row[commit] = one.result
     last = {name: list(row.values())[-1] for name, row in found.items()}
     order = sorted(found, key=lambda name: (_RANKED.index(str(last[name]["verdict"])), name))
     violated = [name for name in order if last[name]["verdict"] == "violated"]
-    holding = sum(data["verdict"] == "holds" for data in last.values())
-    what, verb = ("loop or script", "holds") if len(found) == 1 else ("loops and scripts", "hold")
-    if violated:
-        named = [f"{name} ({_diagnosis(last[name])})" for name in violated[:MOST_NAMED]]
-        rest = [f"{len(violated) - MOST_NAMED} more"] if violated[MOST_NAMED:] else []
-        brief = f"No: {len(violated)} of {len(found)} {what} violated: {', '.join([*named, *rest])}"
-    else:
-        brief = (
-            f"{'Yes' if holding == len(found) else 'Not known'}: {holding} of {len(found)} {what}"
-            f" {verb}"
-        )
-    turned = [
-        f"{name} turned from {outcome(before)} to {outcome(after)}"
-        for name in order
-        if len(found[name]) > 1
-        for before, after in [list(found[name].values())[-2:]]
-        if outcome(before) != outcome(after)
-    ]
+    brief = _brief({name: last[name] for name in order}, violated)
+    turned = list(filter(None, (_turned(name, list(found[name].values())) for name in order)))
     since = f" Since the run before: {'; '.join(turned)}." if turned else ""
     # the newest first: a telephone shows the first columns
     columns = dict(reversed(list(runs.items())[-MOST_RUNS:]))
@@ -114,9 +107,31 @@ def own_verdicts(records: Records) -> tuple[Answer, ...]:
             {name: found[name] for name in order},
             verdicts.verdict_cell,
         ),
-        sources=sources(record for _, _, record in judged),
+        sources=sources(one.record for one in judged),
     )
     return (answer,)
+
+
+def _brief(last: Mapping[str, Data], violated: Sequence[str]) -> str:
+    """Return how many loops and scripts hold, and the names of the first that do not."""
+    total = len(last)
+    what = "loop or script" if total == 1 else "loops and scripts"
+    if violated:
+        named = [f"{name} ({_diagnosis(last[name])})" for name in violated[:MOST_NAMED]]
+        if len(violated) > MOST_NAMED:
+            named.append(f"{len(violated) - MOST_NAMED} more")
+        return f"No: {len(violated)} of {total} {what} violated: {', '.join(named)}"
+    holding = sum(data["verdict"] == "holds" for data in last.values())
+    said = "Yes" if holding == total else "Not known"
+    return f"{said}: {holding} of {total} {what} {'holds' if total == 1 else 'hold'}"
+
+
+def _turned(name: str, results: Sequence[Data]) -> str | None:
+    """Return how the last verdict differs from the one before; None where it does not."""
+    if len(results) < 2:
+        return None
+    before, after = map(outcome, results[-2:])
+    return f"{name} turned from {before} to {after}" if before != after else None
 
 
 def _audited(records: Records) -> Iterable[ViolationPage]:
@@ -187,9 +202,9 @@ def build(reports: Path, contents: Contents = OWN) -> Report:
     def made(records: Records) -> tuple[tuple[Answer, ...], tuple[Section, ...]]:
         records = contents.prepared(records)
         answered = contents.answers(records)
-        sections = tuple(section for part in contents.parts if (section := part.section(records)))
+        sections = [section for section in (p.section(records) for p in contents.parts) if section]
         last = verdicts.provenance(records, answered, sections, _made_on(records))
-        return answered, (*sections, *([last] if last else []))
+        return answered, tuple([*sections, last] if last else sections)
 
     found = replace(read_all(reports, contents.kinds), beside=contents.beside(reports))
     (answered, sections), records = made_from(found, made)
@@ -209,7 +224,7 @@ def build(reports: Path, contents: Contents = OWN) -> Report:
 
 
 def _made_on(records: Records) -> tuple[Pairs, ...]:
-    return environments(record for kind in records.by_kind.values() for record in kind)
+    return environments(chain.from_iterable(records.by_kind.values()))
 
 
 # What changed between the records of two folders.
@@ -233,14 +248,15 @@ def compared(old: Path, new: Path, contents: Contents = OWN) -> list[str]:
                     found[part.kind] |= part.facts(record.data)
         return found
 
-    told = [(folder, *made_from(read_all(folder, contents.kinds), facts)) for folder in (old, new)]
-    (_, before, _), (_, after, _) = told
-    unread = [
-        f"left out: {folder}: {problem.removesuffix('; left out')}"
-        for folder, _, records in told
-        for problem in records.problems
-    ]
-    return [*_changes(before, after), *unread]
+    before, records_before = made_from(read_all(old, contents.kinds), facts)
+    after, records_after = made_from(read_all(new, contents.kinds), facts)
+    lines = _changes(before, after)
+    for folder, records in ((old, records_before), (new, records_after)):
+        lines += [
+            f"left out: {folder}: {problem.removesuffix('; left out')}"
+            for problem in records.problems
+        ]
+    return lines
 
 
 def _changes(old: Mapping[str, Facts], new: Mapping[str, Facts]) -> list[str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from gradcheck_suite.core.case import DTYPES
@@ -65,34 +66,17 @@ def _verification(newest: list[Record]) -> Section:
     datas = [record.data for record in newest]
     verdicts = table(
         "Every loop and its verdict",
-        [
-            {
-                "loop": str(d.get("loop", "?")),
-                "verdict": str(d.get("verdict", "?")),
-                "cases judged": _judged(d),
-                "dtype": str(d.get("dtype", "")),
-                "device": str(d.get("device", "")),
-                "optimizer": d.get("optimizer"),
-                "worst error / allowed": d.get("worst_error_over_allowed"),
-                "diagnosis": title_of(d),
-                **_accepted_column(d, datas),
-                "counterexample": d.get("stored"),
-                "cases not judged, and why": (
-                    "; ".join(f"{n}: {why}" for why, n in _items(d, "skipped")) or None
-                ),
-            }
-            for d in datas
-        ],
+        [_verification_row(data, datas) for data in datas],
         "The ratio is the largest difference from the float64 reference over what rounding allows,"
         " among cases that hold. A loop that is no built-in is a user's.",
     )
     tables = [verdicts]
     figures = []
-    disagreements = [
-        (str(d.get("loop", "?")), str(d.get("dtype", "")), each)
-        for d in datas
-        for each in found_by(d)
-    ]
+    disagreements: list[tuple[Cell, ...]] = []
+    for data in datas:
+        loop = str(data.get("loop", "?"))
+        dtype = str(data.get("dtype", ""))
+        disagreements += [(loop, dtype, each) for each in found_by(data)]
     if disagreements:
         tables.append(
             Table(
@@ -107,35 +91,99 @@ def _verification(newest: list[Record]) -> Section:
         ("layers", "Layers"),
         ("losses", "Losses"),
     ):
-        counts = Counter[str]()
-        for data in datas:
-            counts.update({str(k): int(v) for k, v in _items(data.get("reached") or {}, category)})
+        counts = _reached(datas, category)
         if counts:
             ordered = counts.most_common()
             tables.append(Table(f"{title} (cases, {of})", ("what", "cases"), tuple(ordered)))
             figures.append(_coverage(category, title, dict(ordered), of))
-    text = (
-        (
-            "Each loop trained random models on random splits. Every gradient that reached its"
-            " optimizer was compared with the gradient of the whole window in one batch, computed"
-            " in float64 by torch and by JAX."
-        ),
-        *(
-            [f"{disagreement(datas)}, which is no loop's fault. A table below says where."]
-            if disagreements
-            else []
-        ),
-    )
+    text = [
+        "Each loop trained random models on random splits. Every gradient that reached its"
+        " optimizer was compared with the gradient of the whole window in one batch, computed"
+        " in float64 by torch and by JAX."
+    ]
+    if disagreements:
+        text.append(f"{disagreement(datas)}, which is no loop's fault. A table below says where.")
     return Section(
-        text=text,
+        text=tuple(text),
         matrices=(verdict_matrix(newest),),
         figures=tuple(figures),
         tables=tuple(tables),
     )
 
 
+def _verification_row(data: Data, datas: Sequence[Data]) -> dict[str, Cell]:
+    skipped = "; ".join(f"{n}: {why}" for why, n in _items(data, "skipped"))
+    return {
+        "loop": str(data.get("loop", "?")),
+        "verdict": str(data.get("verdict", "?")),
+        "cases judged": _judged(data),
+        "dtype": str(data.get("dtype", "")),
+        "device": str(data.get("device", "")),
+        "optimizer": data.get("optimizer"),
+        "worst error / allowed": data.get("worst_error_over_allowed"),
+        "diagnosis": title_of(data),
+        **_accepted_column(data, datas),
+        "counterexample": data.get("stored"),
+        "cases not judged, and why": skipped or None,
+    }
+
+
+def _reached(datas: Sequence[Data], category: str) -> Counter[str]:
+    """Return how many cases had each split, layer or loss, over all records."""
+    counts = Counter[str]()
+    for data in datas:
+        counts.update({str(k): int(v) for k, v in _items(data.get("reached") or {}, category)})
+    return counts
+
+
 def _items(data: Data, name: str) -> Iterable[tuple[Any, Any]]:
     return (data.get(name) or {}).items()
+
+
+Place = tuple[str, str]
+"""The dtype and the device of a verdict."""
+Row = Mapping[Place, Data]
+
+
+def _worst_of_each_place(
+    datas: Iterable[Data], together: Container[str], title: str
+) -> dict[str, Row]:
+    """Return the worst verdict of each row and place; the loops of `together` share the row `title`."""
+    rows: dict[str, dict[Place, Data]] = {}
+    for data in datas:
+        loop = str(data.get("loop", "?"))
+        place = place_of(data)
+        row = rows.setdefault(title if loop in together else loop, {})
+        # one place has several verdicts: several optimizers, problems, or modes in one row
+        if place not in row or _badness(data) > _badness(row[place]):
+            row[place] = data
+    return dict(rows)
+
+
+def _column_titles(rows: Sequence[Row], places: Sequence[Place]) -> dict[Place, str]:
+    """Return the title of each place, with the fewest cases that a verdict below it rests on."""
+    titles = {}
+    for place in places:
+        title = f"{place[0]} {device_name(place[1])}"
+        below = [row[place] for row in rows if place in row]
+        judged = {_judged(data) for data in below if _holds(data)}
+        if judged:
+            more = "+" if len(judged) > 1 else ""
+            title += f"\N{NO-BREAK SPACE}({min(judged):,}{more})"
+        titles[place] = title
+    if "cuda" not in {device for _, device in places}:
+        titles["", "cuda"] = f"any {device_name('cuda')}"
+    return titles
+
+
+def _mode_cell(data: Data | None) -> Tone:
+    if data is None:
+        return "none", ("not run",)  # NOT_RUN says why
+    if _holds(data):
+        return "good", (f"\N{CHECK MARK} {share_text(_badness(data)[-1])}",)
+    result = result_from_json(data)
+    name = result.violation.diagnosis if result.violation else ""
+    return "bad" if result.violations else "none", (result.verdict, name)
 
 
 def verdict_matrix(records: Sequence[Record], most: int | None = None) -> Matrix:
@@ -147,51 +195,35 @@ def verdict_matrix(records: Sequence[Record], most: int | None = None) -> Matrix
         most: rows at most; the built-in modes are first then, those of JAX in one row, and the
             caption says what is left out.
     """
-    cells: dict[str, dict[tuple[str, str], Data]] = {}
     datas = [record.data for record in records]
-    in_one_row = {
-        loop for data in datas if most is not None and (loop := data.get("loop")) in JAX_MODES
-    }
-    of_jax = f"{counted(len(in_one_row), 'mode')} of JAX"
-    for data in datas:
-        loop, place = str(data.get("loop", "?")), place_of(data)
-        row = cells.setdefault(of_jax if loop in in_one_row else loop, {})
-        # one setting with several optimizers or problems, or several modes in one row: its worst
-        if place not in row or _badness(data) > _badness(row[place]):
-            row[place] = data
-    places = sorted({place for row in cells.values() for place in row}, key=place_order)
-    columns = {place: f"{place[0]} {device_name(place[1])}" for place in places}
-    if "cuda" not in {device for _, device in places}:
-        columns["", "cuda"] = f"any {device_name('cuda')}"
-    holding = {loop: all(map(_holds, row.values())) for loop, row in cells.items()}
+    limited = most is not None
+    loops = {str(data.get("loop", "?")) for data in datas}
+    together = loops & {*JAX_MODES} if limited else set()
+    of_jax = f"{counted(len(together), 'mode')} of JAX"
+    rows = _worst_of_each_place(datas, together, of_jax)
+    holding = {loop: all(map(_holds, row.values())) for loop, row in rows.items()}
     modes = {*MODES, *JAX_MODES, of_jax}
     order = sorted(
-        cells,
-        key=lambda loop: (most is not None and loop not in modes, holding[loop], loop not in modes),
+        rows,
+        key=lambda loop: (limited and loop not in modes, holding[loop], loop not in modes),
     )
-    shown = {loop: cells[loop] for loop in order[:most]}
-    for place in places:
-        if judged := {
-            _judged(row[place]) for row in shown.values() if place in row and _holds(row[place])
-        }:
-            columns[place] += f"\N{NO-BREAK SPACE}({min(judged):,}{'+' * (len(judged) > 1)})"
-
-    def cell(data: Data | None) -> Tone:
-        if data is None:
-            return "none", ("not run",)  # NOT_RUN says why
-        if not _holds(data):
-            result = result_from_json(data)
-            name = result.violation.diagnosis if result.violation else ""
-            return "bad" if result.violations else "none", (result.verdict, name)
-        return "good", (f"\N{CHECK MARK} {share_text(_badness(data)[-1])}",)
-
-    left = order[len(shown) :]
-    bad = sum(not holding[loop] for loop in left)
-    more = f"; {len(left)} more loops{f', {bad} violated' if bad else ''}" if left else ""
-    caption = f"Columns: dtype, device (cases). Cells: worst error / allowed{more}"
-    empty = most is None and any(place not in row for row in shown.values() for place in columns)
+    shown = {loop: rows[loop] for loop in order[:most]}
+    places = sorted(set(chain.from_iterable(rows.values())), key=place_order)
+    columns = _column_titles(list(shown.values()), places)
+    caption = "Columns: dtype, device (cases). Cells: worst error / allowed"
+    left_out = order[len(shown) :]
+    if left_out:
+        caption += f"; {len(left_out)} more loops"
+        bad = sum(not holding[loop] for loop in left_out)
+        caption += f", {bad} violated" if bad else ""
+    lacks_a_place = any(columns.keys() - row.keys() for row in shown.values())
     return matrix_of(
-        caption, "loop" if most is None else "mode", columns, shown, cell, NOT_RUN if empty else ()
+        caption,
+        "mode" if limited else "loop",
+        columns,
+        shown,
+        cell=_mode_cell,
+        notes=NOT_RUN if lacks_a_place and not limited else (),
     )
 
 
@@ -202,7 +234,7 @@ def found_by(data: Data) -> list[str]:
 
 def disagreement(datas: Sequence[Data]) -> str:
     """Return in how many gradients torch and JAX disagree, as a clause; empty if they agree."""
-    count = len({each for data in datas for each in found_by(data)})
+    count = len(set(chain.from_iterable(map(found_by, datas))))
     return f"In {counted(count, 'gradient')} torch and JAX disagree" if count else ""
 
 
@@ -311,23 +343,10 @@ def _audits(newest: list[Record]) -> Section:
     datas = [record.data for record in newest]
     violated = sum(data["verdict"] == "violated" for data in datas)
     runs: dict[str, dict[int, Data]] = {}
-    for script, ranks, data in ((*run_of(data), data) for data in datas):
+    for data in datas:
+        script, ranks = run_of(data)
         runs.setdefault(script, {})[ranks] = data
-    rows = [
-        {
-            "script": run_of(d)[0],
-            "ranks": run_of(d)[1],
-            "verdict": str(d["verdict"]),
-            "steps judged": d.get("windows"),
-            "diagnosis": title_of(d),
-            **_accepted_column(d, datas),
-            "at step": found.step if found else None,
-            "loss": found.where if found else None,
-            "what is wrong": found.explanation if found else None,
-        }
-        for d in datas
-        for found in (result_from_json(d).violation,)
-    ]
+    numbers_of_ranks = sorted(set(chain.from_iterable(runs.values())))
     return Section(
         text=(
             (
@@ -340,16 +359,31 @@ def _audits(newest: list[Record]) -> Section:
             matrix_of(
                 "Verdict on each script: holds, or the diagnosis of the violation",
                 "script",
-                {
-                    n: counted(n, "rank")
-                    for n in sorted({ranks for row in runs.values() for ranks in row})
-                },
+                {n: counted(n, "rank") for n in numbers_of_ranks},
                 runs,
                 verdict_cell,
             ),
         ),
-        tables=(table("Every script and its verdict", rows),),
+        tables=(
+            table("Every script and its verdict", [_audit_row(data, datas) for data in datas]),
+        ),
     )
+
+
+def _audit_row(data: Data, datas: Sequence[Data]) -> dict[str, Cell]:
+    script, ranks = run_of(data)
+    found = result_from_json(data).violation
+    return {
+        "script": script,
+        "ranks": ranks,
+        "verdict": str(data["verdict"]),
+        "steps judged": data.get("windows"),
+        "diagnosis": title_of(data),
+        **_accepted_column(data, datas),
+        "at step": found.step if found else None,
+        "loss": found.where if found else None,
+        "what is wrong": found.explanation if found else None,
+    }
 
 
 def verdict_cell(data: Data | None) -> Tone:
@@ -391,7 +425,7 @@ def _trainers(newest: list[Record]) -> Section:
             answers.setdefault((data["trainer"], _version(data)), {})[data["question"]] = data
     violated = sum(any(_violation(data) for data in row.values()) for row in answers.values())
     ran = sum(any(data["result"] is not None for data in row.values()) for row in answers.values())
-    questions = list(dict.fromkeys(question for row in answers.values() for question in row))
+    questions = list(dict.fromkeys(chain.from_iterable(answers.values())))
     asked = table(
         "Verdict of each trainer on each question",
         [
@@ -404,17 +438,7 @@ def _trainers(newest: list[Record]) -> Section:
     )
     of_models = table(
         "Models of transformers under its Trainer",
-        [
-            {
-                "model": data["question"].removeprefix(MODEL),
-                "version": _version(data),
-                "verdict": _verdict(data),
-                "what its gradient is": (
-                    v.explanation.partition(": ")[0] if (v := _violation(data)) else None
-                ),
-            }
-            for data in models
-        ],
+        map(_model_row, models),
     )
     return Section(
         text=(
@@ -428,6 +452,16 @@ def _trainers(newest: list[Record]) -> Section:
         matrices=(_trainers_matrix(answers, questions),),
         tables=(asked, of_models) if models else (asked,),
     )
+
+
+def _model_row(data: Data) -> dict[str, Cell]:
+    violation = _violation(data)
+    return {
+        "model": data["question"].removeprefix(MODEL),
+        "version": _version(data),
+        "verdict": _verdict(data),
+        "what its gradient is": violation.explanation.partition(": ")[0] if violation else None,
+    }
 
 
 def _trainers_matrix(answers: Answers, questions: Sequence[str]) -> Matrix:
@@ -462,14 +496,16 @@ def _why_not_asked(trainer: str, question: str, data: Data | None) -> str:
     if data is not None and data.get("why"):
         return str(data["why"])
     known = TRAINERS.get(trainer)
-    of = {q.name: q.asked_of for other in TRAINERS.values() for q in other.questions}.get(question)
-    if known is None or of is None or question in (own := [q.name for q in known.questions]):
+    own = [q.name for q in known.questions] if known is not None else []
+    asked_of: dict[str, str] = {}
+    for other in TRAINERS.values():
+        asked_of |= {q.name: q.asked_of for q in other.questions}
+    of = asked_of.get(question)
+    if known is None or of is None or question in own:
         return f"no record has it; `gradcheck-suite trainers {trainer}` asks"
-    return (
-        f"this question is for {of}"
-        if of
-        else f"{trainer} is a variant for the question {', '.join(own)} alone"
-    )
+    if of:
+        return f"this question is for {of}"
+    return f"{trainer} is a variant for the question {', '.join(own)} alone"
 
 
 def _models_text(models: Sequence[Data]) -> list[str]:
@@ -482,7 +518,7 @@ def _models_text(models: Sequence[Data]) -> list[str]:
             versions.setdefault(_version(data), []).append(data)
     found = []
     for version, mine in versions.items():
-        wrong = Counter(v.diagnosis for data in mine if (v := _violation(data)) is not None)
+        wrong = Counter(v.diagnosis for v in map(_violation, mine) if v is not None)
         sentence = (
             f"Of {len(mine)} models under the Trainer of {version}, {len(mine) - wrong.total()}"
             " hold"
@@ -547,31 +583,20 @@ def provenance(
         sections: the others.
         made_on: the distinct environments of the records.
     """
-    shown_in: dict[Source, dict[str, None]] = {}
-    for title, parts in (
-        *((FIRST_PAGE, answer.sources) for answer in answers),
-        *((section.title, section.sources) for section in sections),
-    ):
-        for source in parts:
-            shown_in.setdefault(_run(source), {})[title] = None
+    screens = [(FIRST_PAGE, answer.sources) for answer in answers]
+    screens += [(section.title, section.sources) for section in sections]
+    shown_in = _titles_of_runs(screens)
+    rows: list[dict[str, Cell]] = []
+    for found in records.by_kind.values():
+        # the last number stands for records that do not say on which machine they were made
+        for number, made in enumerate((*made_on, ()), 1):
+            on_this_machine = (made,) if made else ()
+            for source in sources(r for r in found if environments([r]) == on_this_machine):
+                titles = shown_in.get(_run(source), ())
+                rows.append(_run_row(source, machine=number, titles=titles))
     runs = table(
         "Every run behind this report",
-        [
-            {
-                "records": source.kind,
-                "number": source.records,
-                **{name: getattr(source, name) or None for name in ("date", "commit", "command")},
-                "machine": number,
-                "code": "older" if source.older else "current",
-                "working tree": "unclean" if source.unclean else None,
-                "shown in": ", ".join(shown_in.get(_run(source), ())) or "replaced by a newer run",
-            }
-            for found in records.by_kind.values()
-            for number, made in enumerate((*made_on, ()), 1)
-            for source in sources(
-                r for r in found if environments([r]) == ((made,) if made else ())
-            )
-        ],
+        rows,
         "Older: the code that the figures speak of has changed since, or the record does not say"
         " which it was. That code depends on the kind of record: benchmarks speak of the modes and"
         " of what measures them, verdicts and claims of what verifies. One command can write both"
@@ -580,7 +605,7 @@ def provenance(
     )
     if not runs.rows:
         return None
-    names = dict.fromkeys(name for made in made_on for name, _ in made)
+    names = dict.fromkeys(name for name, _ in chain.from_iterable(made_on))
     machines = table(
         "Machines, versions and precision flags",
         [
@@ -592,6 +617,31 @@ def provenance(
     )
     tables = (runs, machines) if made_on else (runs,)
     return Section("provenance", "Where the figures come from", "environment", tables=tables)
+
+
+def _titles_of_runs(
+    screens: Iterable[tuple[str, Iterable[Source]]],
+) -> dict[Source, dict[str, None]]:
+    """Return the titles of the screens that show each run, in order."""
+    shown_in: dict[Source, dict[str, None]] = {}
+    for title, parts in screens:
+        for source in parts:
+            shown_in.setdefault(_run(source), {})[title] = None
+    return shown_in
+
+
+def _run_row(source: Source, *, machine: int, titles: Iterable[str]) -> dict[str, Cell]:
+    return {
+        "records": source.kind,
+        "number": source.records,
+        "date": source.date or None,
+        "commit": source.commit or None,
+        "command": source.command or None,
+        "machine": machine,
+        "code": "older" if source.older else "current",
+        "working tree": "unclean" if source.unclean else None,
+        "shown in": ", ".join(titles) or "replaced by a newer run",
+    }
 
 
 def _run(source: Source) -> Source:

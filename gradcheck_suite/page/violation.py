@@ -44,17 +44,13 @@ CELL = 24
 
 def weights_plot(weights: Sequence[Weight]) -> Spec:
     """Return the expected and the observed weight of each item as bars."""
-    rows = [
-        # JSON has no infinity and no NaN, and no plot can show them
-        {
-            "micro-batch": micro_batch(w),
-            "which": which,
-            "weight": value if math.isfinite(value) else None,
-            "count": w.count,
-        }
-        for w in weights
-        for which, value in _numbers(w).items()
-    ]
+    rows = []
+    for weight in weights:
+        for which, value in _numbers(weight).items():
+            # JSON has no infinity and no NaN, and no plot can show them
+            shown = value if math.isfinite(value) else None
+            row = {"micro-batch": micro_batch(weight), "which": which, "weight": shown}
+            rows.append({**row, "count": weight.count})
     bar = {
         "x": name("micro-batch", "micro-batch", axis={"labelAngle": 0}),
         "xOffset": {"field": "which", "sort": list(WEIGHTS)},
@@ -81,18 +77,21 @@ def elements_plot(part: Mapping[str, Any]) -> Spec:
     Args:
         part: of a violation's evidence: `rows`, `columns`, `expected`, `observed`, `allowed`.
     """
-    rows = [
-        {
-            "row": part["rows"][0] + i,
-            "column": part["columns"][0] + j,
-            "expected": expected,
-            "observed": part["observed"][i][j],
-            "allowed": part["allowed"][i][j],
-            "off": size_of(expected, part["observed"][i][j], part["allowed"][i][j]),
-        }
-        for i, line in enumerate(part["expected"])
-        for j, expected in enumerate(line)
-    ]
+    rows = []
+    for i, line in enumerate(part["expected"]):
+        for j, expected in enumerate(line):
+            observed = part["observed"][i][j]
+            allowed = part["allowed"][i][j]
+            rows.append(
+                {
+                    "row": part["rows"][0] + i,
+                    "column": part["columns"][0] + j,
+                    "expected": expected,
+                    "observed": observed,
+                    "allowed": allowed,
+                    "off": size_of(expected, observed, allowed),
+                }
+            )
     quiet = {"ticks": False, "domain": False, "grid": False, "labelAngle": 0, "labelOverlap": True}
     cell = {
         "x": name("column", "column", axis={**quiet, "orient": "top"}),

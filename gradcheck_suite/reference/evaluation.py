@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
@@ -82,9 +83,9 @@ def shapes(tree: Tree) -> Hashable:
 def leaves(tree: Tree) -> list[Any]:
     """Return the arrays of a tree, in JAX's order."""
     if type(tree) is dict:
-        return [leaf for name in sorted(tree) for leaf in leaves(tree[name])]
+        return list(chain.from_iterable(leaves(tree[name]) for name in sorted(tree)))
     if type(tree) is tuple:
-        return [leaf for branch in tree for leaf in leaves(branch)]
+        return list(chain.from_iterable(map(leaves, tree)))
     return [tree]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import jax
@@ -281,9 +282,10 @@ class Walk:
         for node in self.nodes:
             if isinstance(node, _Leaf):
                 yield node
+            elif isinstance(node, _Branches):
+                yield from chain.from_iterable(inner.leaves() for inner in node.inner)
             else:
-                for inner in node.inner if isinstance(node, _Branches) else [node]:
-                    yield from inner.leaves()
+                yield from node.leaves()
 
     def forward(self, windows: Windows, x: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], list[Any]]:
         """Return the output of the last layer, and the values that `backward` needs."""

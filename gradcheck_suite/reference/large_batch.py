@@ -461,16 +461,13 @@ def _compare_drawn(
     """Compare two gradients, whose rounding errors may be as large as the largest of those that are
     measured.
     """
-    if (
-        roughly
-        and (
-            found := _within(bound, evidence, (errors.noise(FEW_DRAWS) for errors in measured))
-        ).ratio
-        > 1
-    ):
-        return found
+    if roughly:
+        found = _within(bound, evidence, (errors.noise(FEW_DRAWS) for errors in measured))
+        if found.ratio > 1:
+            return found
     found = _within(bound, evidence, (errors.likely(FEW_DRAWS) for errors in measured))
-    for draws in (DRAWS, MANY_DRAWS) if len(evidence.observed) <= SMALL else (DRAWS,):
+    numbers = (DRAWS, MANY_DRAWS) if len(evidence.observed) <= SMALL else (DRAWS,)
+    for draws in numbers:
         if found.ratio <= 1:
             return found
         found = _within(bound, evidence, (errors.noise(draws) for errors in measured))
@@ -876,10 +873,10 @@ class Reference:
 
     def flat(self, gradients: Gradients) -> Vector:
         """Return torch gradients as one float64 vector (P,), with zeros in place of None."""
-        parts = [
-            torch.zeros(shape).reshape(-1) if (g := gradients[name]) is None else g.reshape(-1)
-            for name, shape in zip(self.layout.names, self.layout.shapes, strict=True)
-        ]
+        parts = []
+        for name, shape in zip(self.layout.names, self.layout.shapes, strict=True):
+            gradient = gradients[name]
+            parts.append((torch.zeros(shape) if gradient is None else gradient).reshape(-1))
         flat: Vector = torch.cat([p.to("cpu", torch.float64) for p in parts]).numpy()
         return flat
 

@@ -87,6 +87,7 @@ def _keep(path: Path, payload: bytes) -> None:
             file.write(payload)
         os.replace(file.name, path)
     except OSError:
+        # without the cache the next process compiles again; `doctor` says that it cannot be written
         pass
 
 

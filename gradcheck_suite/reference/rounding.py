@@ -570,7 +570,8 @@ class RandomRounding(_RoundingMode):
         grid = _grid(coarser)
         value = value.to(torch.float64)
         multiplier = (self._hash + (2 * self._operations + salt) * SALT) % 2**64 | 1
-        multiplier -= 2**64 * (multiplier >= 2**63)
+        if multiplier >= 2**63:  # int64 has the same bits as a negative number
+            multiplier -= 2**64
         cells = value.view(torch.int64)
         if grid.shift:
             cells = (cells + (1 << (grid.shift - 1))).bitwise_right_shift_(grid.shift)
@@ -767,7 +768,8 @@ class Computation:
     def _at_moved_values(
         self, parts: Sequence[Part], dtype: torch.dtype, draw: int, *, data: bool = True
     ) -> Vector:
-        generator, eps = torch.Generator().manual_seed(draw), torch.finfo(dtype).eps
+        generator = torch.Generator().manual_seed(draw)
+        eps = torch.finfo(dtype).eps
         batches = [(self._batch(items), share) for items, share in parts]
         values = [p.detach().clone() for p in self._model.parameters()]
         try:
@@ -989,7 +991,8 @@ class _Narrowed(_RoundingMode):
         out = func(*args, **kwargs)
         aliases = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
         if all(alias.is_write for alias in aliases):
-            for value in out if isinstance(out, list | tuple) else [out]:
+            values = out if isinstance(out, list | tuple) else [out]
+            for value in values:
                 # cuDNN's recurrent operation returns its flat weights, which are the model's
                 # parameters
                 if aliases or not any(value is argument for argument in args):

@@ -244,7 +244,8 @@ def _converted(p: Parameters) -> Operation:
 
 @_rule("broadcast_in_dim")
 def _broadcast(p: Parameters) -> Operation:
-    shape, dimensions = tuple(p["shape"]), tuple(p["broadcast_dimensions"])
+    shape = tuple(p["shape"])
+    dimensions = tuple(p["broadcast_dimensions"])
 
     def broadcast(x: Array) -> Array:
         aligned = [1] * len(shape)
@@ -257,34 +258,42 @@ def _broadcast(p: Parameters) -> Operation:
 
 @_rule("reshape")
 def _reshaped(p: Parameters) -> Operation:
-    sizes, dimensions = tuple(p["new_sizes"]), p.get("dimensions")
+    sizes = tuple(p["new_sizes"])
+    dimensions = p.get("dimensions")
     if dimensions is None:
         return lambda x: np.reshape(x, sizes)
     return lambda x: np.reshape(np.transpose(x, dimensions), sizes)
 
 
-@_rule("squeeze")
-def _squeezed(p: Parameters) -> Operation:
-    dimensions = tuple(p["dimensions"])
-    return lambda x: np.squeeze(x, dimensions)
+@dataclass(frozen=True)
+class _OfAxes:
+    """A function of numpy that takes one parameter of a primitive, which says which axes.
+
+    Attributes:
+        function: called with an array, or with all arrays, and the axes.
+        parameter: the parameter's name.
+        joins: whether the function takes all arrays, and one axis.
+    """
+
+    function: Callable[..., Array]
+    parameter: str
+    joins: bool = False
+
+    def __call__(self, p: Parameters) -> Operation:
+        """Return the operation of an equation."""
+        if self.joins:
+            return lambda *arrays: self.function(arrays, p[self.parameter])
+        axes = tuple(p[self.parameter])
+        return lambda x: self.function(x, axes)
 
 
-@_rule("transpose")
-def _transposed(p: Parameters) -> Operation:
-    permutation = tuple(p["permutation"])
-    return lambda x: np.transpose(x, permutation)
-
-
-@_rule("concatenate")
-def _concatenated(p: Parameters) -> Operation:
-    dimension = p["dimension"]
-    return lambda *arrays: np.concatenate(arrays, dimension)
-
-
-@_rule("stack")
-def _stacked(p: Parameters) -> Operation:
-    axis = p["axis"]
-    return lambda *arrays: np.stack(arrays, axis)
+RULES |= {
+    "squeeze": _OfAxes(np.squeeze, "dimensions"),
+    "transpose": _OfAxes(np.transpose, "permutation"),
+    "rev": _OfAxes(np.flip, "dimensions"),
+    "concatenate": _OfAxes(np.concatenate, "dimension", joins=True),
+    "stack": _OfAxes(np.stack, "axis", joins=True),
+}
 
 
 @_rule("unstack")
@@ -305,12 +314,6 @@ def _sliced(p: Parameters) -> Operation:
     strides = p["strides"] or (1,) * len(p["start_indices"])
     index = tuple(map(slice, p["start_indices"], p["limit_indices"], strides))
     return lambda x: x[index]
-
-
-@_rule("rev")
-def _reversed(p: Parameters) -> Operation:
-    dimensions = tuple(p["dimensions"])
-    return lambda x: np.flip(x, dimensions)
 
 
 @_rule("iota")
@@ -451,24 +454,34 @@ def _place_of(find: Callable[[Array, int], Any]) -> Rule:
     return rule
 
 
-RULES["argmax"], RULES["argmin"] = _place_of(np.argmax), _place_of(np.argmin)
+RULES["argmax"] = _place_of(np.argmax)
+RULES["argmin"] = _place_of(np.argmin)
 
 
-def _running(accumulate: Callable[[Array, int], Array]) -> Rule:
+def _running(function: np.ufunc) -> Rule:
     def rule(p: Parameters) -> Operation:
         axis = p["axis"]
+
+        def accumulate(x: Array) -> Array:
+            # numpy would add up small integers in int64
+            return function.accumulate(x, axis, dtype=x.dtype)
+
         if p["reverse"]:
-            return lambda x: np.flip(accumulate(np.flip(x, axis), axis), axis)
-        return lambda x: accumulate(x, axis)
+            return lambda x: np.flip(accumulate(np.flip(x, axis)), axis)
+        return accumulate
 
     return rule
 
 
-RULES["cumsum"] = _running(lambda x, axis: np.add.accumulate(x, axis, dtype=x.dtype))
-RULES["cumprod"] = _running(lambda x, axis: np.multiply.accumulate(x, axis, dtype=x.dtype))
-RULES["cummax"] = _running(lambda x, axis: np.maximum.accumulate(x, axis))
-RULES["cummin"] = _running(lambda x, axis: np.minimum.accumulate(x, axis))
-RULES["cumlogsumexp"] = _running(lambda x, axis: np.logaddexp.accumulate(x, axis))
+_RUNNING = {
+    "cumsum": np.add,
+    "cumprod": np.multiply,
+    "cummax": np.maximum,
+    "cummin": np.minimum,
+    "cumlogsumexp": np.logaddexp,
+}
+for _name, _function in _RUNNING.items():
+    RULES[_name] = _running(_function)
 
 
 @_rule("sort")
@@ -487,7 +500,8 @@ def _sorted(p: Parameters) -> Operation:
 
 @_rule("top_k")
 def _top(p: Parameters) -> Operation:
-    number, axis = p["k"], p.get("axis", -1)
+    number = p["k"]
+    axis = p.get("axis", -1)
 
     def top(x: Array) -> list[Array]:
         # NaN is the largest; of equal values the first one comes first. `~x` falls as an integer
@@ -761,7 +775,9 @@ def _fill_value(dtype: np.dtype[Any], value: Any) -> Any:
 
 @_rule("gather")
 def _gathered(p: Parameters) -> Operation:
-    numbers, sizes, mode = p["dimension_numbers"], tuple(p["slice_sizes"]), p["mode"]
+    numbers = p["dimension_numbers"]
+    sizes = tuple(p["slice_sizes"])
+    mode = p["mode"]
     where = SliceIndex(
         numbers.start_index_map,
         numbers.collapsed_slice_dims,
@@ -849,7 +865,9 @@ for _name, _write in _WRITES.items():
 
 @_rule("scan")
 def _scan(p: Parameters) -> Operation:
-    body, parts, length = Tape(p["jaxpr"]), scan_parts(p), p["length"]
+    body = Tape(p["jaxpr"])
+    parts = scan_parts(p)
+    length = p["length"]
     order = [*reversed(range(length))] if p["reverse"] else [*range(length)]
     avals = p["jaxpr"].out_avals[parts.carried :]
     first = parts.constants + parts.carried
@@ -872,7 +890,8 @@ def _scan(p: Parameters) -> Operation:
 
 @_rule("while")
 def _while(p: Parameters) -> Operation:
-    condition, body = Tape(p["cond_jaxpr"]), Tape(p["body_jaxpr"])
+    condition = Tape(p["cond_jaxpr"])
+    body = Tape(p["body_jaxpr"])
     of_condition = p["cond_nconsts"]
     of_body = p["body_nconsts"]
 

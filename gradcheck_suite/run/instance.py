@@ -169,7 +169,8 @@ def named_leaves(batch: Batch, name: str = "") -> Iterator[tuple[str, torch.Tens
     if isinstance(batch, torch.Tensor):
         yield name or "the batch", batch
     elif isinstance(batch, dict | list | tuple):
-        for key, value in batch.items() if isinstance(batch, dict) else enumerate(batch):
+        pairs = batch.items() if isinstance(batch, dict) else enumerate(batch)
+        for key, value in pairs:
             yield from named_leaves(value, f"{name}.{key}" if name else str(key))
 
 

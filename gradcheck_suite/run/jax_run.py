@@ -70,7 +70,9 @@ def functions_of(instance: Instance) -> tuple[Function, Function]:
         raise CannotRunHere(
             "a loop of JAX cannot train a problem that is no sum over items: JAX has no code for it"
         )
-    kind, options, dtype = loss_definition(spec.loss), spec.loss.o, jnp.dtype(instance.case.dtype)
+    kind = loss_definition(spec.loss)
+    options = spec.loss.o
+    dtype = jnp.dtype(instance.case.dtype)
     model = instance.model()
     rest = (
         *model.named_buffers(),
@@ -305,13 +307,11 @@ class _Call:
         """Whether another call has the same state, perhaps made by another `init`, and the same
         gradient.
         """
-        pairs = (
-            (leaf, other.seen[d][0][i])
-            for d, (g, *_) in self.seen.items()
-            for i, leaf in enumerate(g)
-        )
-        return max(self.parent, 0) == max(other.parent, 0) and all(
-            np.array_equal(a, b, True) for a, b in pairs
+        if max(self.parent, 0) != max(other.parent, 0):
+            return False
+        return all(
+            all(map(partial(np.array_equal, equal_nan=True), gradient, other.seen[d][0]))
+            for d, (gradient, *_) in self.seen.items()
         )
 
 
@@ -486,28 +486,24 @@ class JaxObserver:
         ]
 
     def _kept(self) -> list[_Call]:
-        calls = self._calls
-        events = self._events
-        kept = {call.parent for call in calls} | {
-            event.number for event in events if event.way == "out"
+        kept = {call.parent for call in self._calls}
+        kept |= {event.number for event in self._events if event.way == "out"}
+        return [c for c in self._calls if c.number in kept or not self._is_thrown_away(c)]
+
+    def _is_thrown_away(self, call: _Call) -> bool:
+        later = self._calls[call.number :]
+        sibling = next((c for c in later if c.parent == call.parent), None)
+        until = len(self._calls) if sibling is None else sibling.number - 1
+        ways = {
+            event.way
+            for event in self._events
+            if event.number == call.parent and call.number <= event.calls <= until
         }
-        found = []
-        for call in calls:
-            after = [
-                event
-                for event in events
-                if event.number == call.parent and event.calls >= call.number
-            ]
-            sibling = next((c for c in calls[call.number :] if c.parent == call.parent), None)
-            until = len(calls) if sibling is None else sibling.number - 1
-            ways = {event.way for event in after if event.calls <= until}
-            # the state from before the call was handed on: the call's result was thrown away
-            thrown = "out" in ways
-            if sibling is not None and not call.eager and "in" not in ways:
-                thrown = True  # within one compiled function, which selected the result of the later call
-            if call.number in kept or not thrown:
-                found.append(call)
-        return found
+        # the state from before the call was handed on
+        if "out" in ways:
+            return True
+        # within one compiled function, which selected the result of the later call
+        return sibling is not None and not call.eager and "in" not in ways
 
 
 def _described(tree: Any) -> str:
@@ -692,18 +688,21 @@ def _run(loop: Loop, instance: Instance, optax: Any, time_limit_s: float | None)
         )
     steps = observer.steps(case.plan.steps)
     devices = max((call.devices for call in steps), default=1)
-    return [
-        Outcome(
-            observations=(seen := _observations(steps, device, names, start)),
-            start=start,
-            beginning=Observation((), start, [{}], [names]),
-            parameters=seen[-1].after if seen else start,
-            structure=observer.structure,
-            keeps_non_finite=observer.is_multi_steps,
-            **ending,
+    outcomes = []
+    for device in range(devices):
+        seen = _observations(steps, device, names, start)
+        outcomes.append(
+            Outcome(
+                observations=seen,
+                start=start,
+                beginning=Observation((), start, [{}], [names]),
+                parameters=seen[-1].after if seen else start,
+                structure=observer.structure,
+                keeps_non_finite=observer.is_multi_steps,
+                **ending,
+            )
         )
-        for device in range(devices)
-    ]
+    return outcomes
 
 
 def _parts(instance: Instance) -> tuple[list[str], Any, Function, Function]:
@@ -720,7 +719,8 @@ def _parts(instance: Instance) -> tuple[list[str], Any, Function, Function]:
 
 
 def _users_functions(instance: Instance, problem: Problem) -> tuple[Function, Function]:
-    counted, dtype = problem.count, jnp.dtype(instance.case.dtype)
+    counted = problem.count
+    dtype = jnp.dtype(instance.case.dtype)
 
     def loss(params: Any, batch: Batch) -> jax.Array:
         _expect_arrays("loss", params, batch)

@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -469,7 +470,8 @@ class RankObserver(Observer):
         self, optimizer: torch.optim.Optimizer, loss: Any = None, *, is_own: bool = True
     ) -> None:
         self._follow()
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        groups = optimizer.param_groups
+        stepped = set(map(id, chain.from_iterable(group["params"] for group in groups)))
         self.left_behind = tuple(name for name, p in self._old.items() if id(p) in stepped)
         super()._evaluate(optimizer, loss, is_own=is_own)
 

@@ -6,6 +6,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -227,16 +228,21 @@ SCHEDULED = {"lr": "initial_lr", "momentum": "base_momentum", "betas": "base_mom
 """Settings that a scheduler changes, and what torch's schedulers leave in the group as they do."""
 
 
+def _settings_by_parameter(observation: Observation) -> dict[str, Mapping[str, Any]]:
+    found: dict[str, Mapping[str, Any]] = {}
+    for group, names in zip(observation.settings, observation.groups, strict=True):
+        found |= dict.fromkeys(names, group)
+    return found
+
+
 def _changed_settings(
     previous: Observation, observation: Observation, *, scheduled: bool
 ) -> ParameterFault | None:
     """Return the fault of settings that something other than a scheduler changed since the previous
     step, or None.
     """
-    before, now = (
-        {name: group for group, names in zip(o.settings, o.groups, strict=True) for name in names}
-        for o in (previous, observation)
-    )
+    before = _settings_by_parameter(previous)
+    now = _settings_by_parameter(observation)
     when = "between two steps" if previous.evaluations else "before the first step"
     for name, own in before.items():
         found = now.get(name, own)
@@ -321,7 +327,7 @@ def fault_before(
         return fault
     if settings and (fault := _changed_settings(previous, observation, scheduled=scheduled)):
         return fault
-    held = {name for group in observation.groups for name in group}
+    held = set(chain.from_iterable(observation.groups))
     for name in observation.gradients:
         if name not in held:
             sentence = (
@@ -423,15 +429,10 @@ def rounding(
     its bias correction in this dtype, whatever that of the parameters.
     """
     exact = _wide(make_optimizer, observation, state, "")
-    settings = {
-        key for group in observation.settings for key, value in group.items() if _is_real(value)
-    }
-    entries = {key for kept in state.values() for key in kept if key != "step"}
-    inputs = ["parameters", "gradients", *sorted(f"state {key}" for key in entries)]
-    inputs += [f"setting {key} {part}" for key in sorted(settings) for part in range(2)]
+    inputs = _inputs_of_step(observation, state)
     changed = [_wide(make_optimizer, observation, state, what) for what in inputs]
-    entries_after = [value for kept in observation.state_after.values() for value in kept.values()]
-    coarse = [value.dtype for value in entries_after if isinstance(value, torch.Tensor)]
+    after = chain.from_iterable(kept.values() for kept in observation.state_after.values())
+    coarse = [value.dtype for value in after if isinstance(value, torch.Tensor)]
     allowed = {}
     for name, value in exact.items():
         own = observation.after[name].dtype
@@ -440,6 +441,17 @@ def rounding(
         bound = ROUNDINGS * u * torch.stack(terms).sum(0) + torch.finfo(own).eps * value.abs()
         allowed[name] = float(bound.max()) if bound.numel() else 0.0
     return allowed
+
+
+def _inputs_of_step(observation: Observation, state: Mapping[str, Any]) -> list[str]:
+    """Return what a step reads, in the words that `_wide` takes."""
+    entries = set(chain.from_iterable(state.values())) - {"step"}
+    settings = chain.from_iterable(group.items() for group in observation.settings)
+    inputs = ["parameters", "gradients", *sorted(f"state {key}" for key in entries)]
+    for key in sorted({key for key, value in settings if _is_real(value)}):
+        # a pair, as Adam's betas, has two parts
+        inputs += [f"setting {key} 0", f"setting {key} 1"]
+    return inputs
 
 
 def _is_real(value: Any) -> bool:

@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradcheck_suite.core.case import Case, Input, Layer, Loss, Plan, ProblemSpec
 from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT, Loop, Problem, is_jax
+from gradcheck_suite.core.frames import Owner, owner_of
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.loops.ranks import is_counted
 from gradcheck_suite.run.instance import Instance, as_changed, instance_of, leaves
@@ -127,6 +128,7 @@ STILL_S = 1.5
 PAUSE_S = 0.25
 WAITING = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/", "/torch/_ops.py")
 """Places of torch in which a rank waits for the others."""
+_RUN = str(Path(__file__).parent)
 _FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
 
 
@@ -166,14 +168,12 @@ class Patience:
             self._still_since = now
             self._last = used
         if now - self._still_since > STILL_S:
-            firsts = [_FRAME.search(self.stack(rank)) for rank in open_ranks]
-            self.deadlock = all(
-                first and any(place in first["file"] for place in WAITING) for first in firsts
-            )
+            self.deadlock = all(_waits(self.stack(rank)) for rank in open_ranks)
             self._still_since = now
 
         def has_loaded() -> bool:
-            return any(mark in self.stack(rank) for rank in open_ranks for mark in STARTING)
+            stacks = [self.stack(rank) for rank in open_ranks]
+            return any(any(mark in stack for stack in stacks) for mark in STARTING)
 
         allowance = self._allowance
         return self.deadlock or bool(
@@ -210,16 +210,26 @@ class Patience:
         return found
 
 
+def _waits(stack: str) -> bool:
+    """Whether the innermost call of a rank waits for other ranks."""
+    innermost = _FRAME.search(stack)
+    return innermost is not None and any(place in innermost["file"] for place in WAITING)
+
+
+def _is_of_loop(file: str) -> bool:
+    # built-in loops are the suite's, too
+    runs = file.startswith(_RUN)
+    return not runs and owner_of(file) not in (Owner.TORCH, Owner.MACHINERY)
+
+
 def place_of(stack: str) -> str:
     """Return where a rank is, such as `all_reduce (my_loop.py, line 12)`."""
     frames = [match.groupdict() for match in _FRAME.finditer(stack)]
     if not frames:
         return "an unknown place"
-    foreign = ("/torch/", "/gradcheck_suite/run/", "<frozen")
-    own = next((f for f in frames if not any(mark in f["file"] for mark in foreign)), frames[-1])
-    inner = [
-        f for f in frames[: frames.index(own)] if "/torch/" in f["file"] and f["name"] != "wrapper"
-    ]
+    own = next((frame for frame in frames if _is_of_loop(frame["file"])), frames[-1])
+    before = frames[: frames.index(own)]
+    inner = [f for f in before if owner_of(f["file"]) is Owner.TORCH and f["name"] != "wrapper"]
     where = f"{Path(own['file']).name}, line {own['line']}"
     return f"{inner[-1]['name']} ({where})" if inner else where
 
@@ -312,15 +322,9 @@ class Pool:
 
     def _answers(self, time_limit_s: float | None) -> list[Outcome]:
         """Return what a loop did with the request that ranks run."""
-        answers: list[Outcome | None] = [None] * self.world_size
         patience = Patience(self._pids, self._folder, time_limit_s)
         try:
-            while (
-                open_ranks := [r for r, answer in enumerate(answers) if answer is None]
-            ) and not patience.is_over(open_ranks):
-                ready = wait([self._ranks[r] for r in open_ranks], PAUSE_S)
-                for rank in (r for r in open_ranks if self._ranks[r] in ready):
-                    answers[rank] = self._outcome(rank)
+            answers = self._awaited(patience)
         except BaseException:
             # ranks that are in the middle of a case know nothing of the next one
             self.stop()
@@ -332,14 +336,23 @@ class Pool:
             return done
         stacks = [patience.stack(r) if answer is None else "" for r, answer in enumerate(answers)]
         statuses = self.stop()
+        hung = _hung(answers, stacks, patience)
         return [
-            (
-                _hung(answers, stacks, patience)
-                if answer is None
-                else _with_status(answer, statuses[rank])
-            )
-            for rank, answer in enumerate(answers)
+            hung if answer is None else _with_status(answer, status)
+            for answer, status in zip(answers, statuses, strict=True)
         ]
+
+    def _awaited(self, patience: Patience) -> list[Outcome | None]:
+        """Return each rank's outcome; None for one that has not ended when the patience is over."""
+        answers: list[Outcome | None] = [None] * self.world_size
+        while True:
+            open_ranks = [r for r, answer in enumerate(answers) if answer is None]
+            if not open_ranks or patience.is_over(open_ranks):
+                return answers
+            ready = wait([self._ranks[r] for r in open_ranks], PAUSE_S)
+            for rank in open_ranks:
+                if self._ranks[rank] in ready:
+                    answers[rank] = self._outcome(rank)
 
     def _outcome(self, rank: int) -> Outcome:
         """Return a rank's outcome; for one that has ended, the last lines that it wrote."""
@@ -505,8 +518,10 @@ def _owners(steps: Sequence[Observation]) -> dict[str, int] | None:
 
     None where ranks do not share parameters out.
     """
-    parts = [[name for group in step.groups for name in group] for step in steps]
-    owners = {name: rank for rank, part in enumerate(parts) for name in part}
+    parts = [list(chain.from_iterable(step.groups)) for step in steps]
+    owners: dict[str, int] = {}
+    for rank, part in enumerate(parts):
+        owners |= dict.fromkeys(part, rank)
     same_groups = len({len(step.groups) for step in steps}) == 1
     return owners if owners and same_groups and sum(map(len, parts)) == len(owners) else None
 
@@ -559,7 +574,8 @@ def with_all_parts(outcomes: list[Outcome]) -> list[Outcome]:
         _together(of_ranks) for of_ranks in zip(*(o.observations for o in outcomes), strict=True)
     ]
     alike = all(
-        same_tree(other.gradients, step[0].gradients) for step in steps for other in step[1:]
+        all(same_tree(other.gradients, first.gradients) for other in others)
+        for first, *others in steps
     )
     return [
         replace(o, observations=[step[rank] for step in steps], alike=alike and bool(steps))

@@ -17,6 +17,7 @@ from typing import Any, TypedDict, TypeVar
 import torch
 
 from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT, JaxTrainingRun, Loop, TrainingRun
+from gradcheck_suite.core.frames import Owner, is_users, owner_of
 from gradcheck_suite.core.text import file_text
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.run.instance import AutocastRecorder, Compute, Instance, epoch_of, seeded
@@ -33,10 +34,9 @@ from gradcheck_suite.run.observer import (
     structure_changes,
 )
 from gradcheck_suite.run.time_limits import Limit, TimedOut, time_limit
-from gradcheck_suite.run.torch_state import BY_IMPORT, INSTALLED, changes_undone
+from gradcheck_suite.run.torch_state import BY_IMPORT, changes_undone
 
 Run = TypeVar("Run")
-_PACKAGE = str(Path(__file__).parent.parent)
 
 
 def users_line(error: BaseException) -> str:
@@ -44,8 +44,8 @@ def users_line(error: BaseException) -> str:
     raised it.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    foreign = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)]
-    own = [frame for frame in foreign if not frame.filename.startswith(INSTALLED)]
+    foreign = [frame for frame in frames if owner_of(frame.filename) is not Owner.SUITE]
+    own = [frame for frame in foreign if is_users(frame.filename)]
     frame = (own or foreign or frames)[-1]
     return f"{Path(file_text(frame.filename)).name}, line {frame.lineno}"
 

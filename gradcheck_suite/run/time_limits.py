@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -78,6 +79,44 @@ class Allowance:
         return False
 
 
+class _Clocks:
+    """Wall clock and processor time of this process since a limit began.
+
+    Attributes:
+        _pause: seconds from one look at the clocks to the next.
+    """
+
+    def __init__(self, limit_s: float, pause: float) -> None:
+        self._pause = pause
+        self._passed = 0.0
+        self._clock = time.monotonic()
+        self._computed = time.process_time()
+        self._modules = len(sys.modules)
+        self._was_starting = False
+        self._allowance = Allowance(limit_s, [self._computed])
+
+    def is_over(self, is_starting: Callable[[], bool]) -> bool:
+        """Return whether the allowance is over."""
+        clock = time.monotonic()
+        computed = time.process_time()
+        since = clock - self._clock
+        # the time in which the process was stopped, as by Ctrl-Z, does not count
+        stopped = since > 2 * self._pause and computed - self._computed < IDLE * since
+        self._passed += self._pause if stopped else since
+        self._clock = clock
+        self._computed = computed
+        has_loaded = partial(self._has_loaded, is_starting)
+        return self._allowance.is_over(self._passed, [computed], has_loaded)
+
+    def _has_loaded(self, is_starting: Callable[[], bool]) -> bool:
+        before = self._modules
+        was_starting = self._was_starting
+        self._modules = len(sys.modules)
+        self._was_starting = is_starting()
+        # compiled code is imported too
+        return self._was_starting or was_starting or self._modules > before
+
+
 @dataclass
 class Limit:
     """State of a time limit: whether it expired before the block ended."""
@@ -104,28 +143,11 @@ def time_limit(seconds: float | None) -> Iterator[Limit]:
     block = generator and generator.f_back and generator.f_back.f_back
     # not the shared generator, which property tests seed
     chance = random.Random(0)
-    pause, passed, last = seconds / LOOKS, 0.0, (time.monotonic(), time.process_time())
-    allowance, modules, loading = Allowance(seconds, last[1:]), len(sys.modules), False
+    pause = seconds / LOOKS
+    clocks = _Clocks(seconds, pause)
 
     def is_over(frame: FrameType | None) -> bool:
-        nonlocal passed, last
-
-        def has_loaded() -> bool:
-            nonlocal modules, loading
-            before, modules, loading = (
-                (modules, loading),
-                len(sys.modules),
-                _is_starting(frame, block),
-            )
-            return loading or before[1] or modules > before[0]  # compiled code is imported too
-
-        now = time.monotonic(), time.process_time()
-        clock = now[0] - last[0]
-        computed = now[1] - last[1]
-        # the time in which the process was stopped, as by Ctrl-Z, does not count
-        passed += pause if clock > 2 * pause and computed < IDLE * clock else clock
-        last = now
-        return allowance.is_over(passed, now[1:], has_loaded)
+        return clocks.is_over(lambda: _is_starting(frame, block))
 
     def stop(signum: int, frame: FrameType | None) -> None:
         if not _inside(frame, block) or not (limit.expired or is_over(frame)):
@@ -161,7 +183,8 @@ def _inside(frame: FrameType | None, block: FrameType | None) -> bool:
     """Return whether a frame belongs to the block, and not to the limit's own entry or exit."""
     called: FrameType | None = None
     while frame is not None and frame is not block:
-        frame, called = frame.f_back, frame
+        called = frame
+        frame = frame.f_back
     return frame is not None and (
         called is None or called.f_code.co_filename != contextlib.__file__
     )

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import gc
 import inspect
-import os
 import sys
-import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import chain
 from operator import is_not
 from pathlib import Path
 from typing import Any
@@ -26,14 +25,9 @@ import torch
 from torch.nn.modules import module as _modules
 from torch.optim import optimizer as _optimizers
 
+from gradcheck_suite.core.frames import is_users
 from gradcheck_suite.core.text import file_text
 
-INSTALLED = (
-    *(os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "purelib", "platlib")),
-    os.path.join(os.path.dirname(torch.__file__), ""),
-    "<",
-)
-"""How the names of files begin that are not the user's."""
 _SPACES = (
     "torch",
     "torch.nn",
@@ -49,8 +43,7 @@ _KERNELS = ("CPU", "CUDA", "Autograd", "AutogradCPU", "AutogradCUDA")
 """Keys of the dispatcher; torch itself registers kernels under others when a part of it is first used."""
 _HOOKS = [
     (name, hooks)
-    for space in (_modules, _optimizers)
-    for name, hooks in vars(space).items()
+    for name, hooks in (*vars(_modules).items(), *vars(_optimizers).items())
     if name.startswith("_global_") and isinstance(hooks, dict)
 ]
 _MISSING = object()
@@ -66,13 +59,11 @@ def _owners() -> dict[Any, dict[str, Any]]:
         for name, module in sys.modules.items()
         if name in _SPACES or name.startswith(("torch.nn.", "torch.optim", "torch.autograd."))
     ]
-    classes = [
-        kind
-        for module in own
-        if module.__name__.startswith(("torch.nn.modules.", "torch.optim."))
-        for kind in vars(module).values()
-        if isinstance(kind, type) and kind.__module__ == module.__name__
-    ]
+    classes: list[type] = []
+    for module in own:
+        if module.__name__.startswith(("torch.nn.modules.", "torch.optim.")):
+            kinds = [kind for kind in vars(module).values() if isinstance(kind, type)]
+            classes += [kind for kind in kinds if kind.__module__ == module.__name__]
     return {
         owner: {}
         for owner in (*own, *classes, torch.Tensor, torch.nn.Parameter, torch.autograd.Function)
@@ -118,7 +109,7 @@ def _place(value: Any) -> tuple[str, str]:
 
 def _is_users(value: Any) -> bool:
     file, _ = _place(value)
-    return bool(file) and not file.startswith(INSTALLED)
+    return bool(file) and is_users(file)
 
 
 def _name(owner: Any) -> str:
@@ -156,9 +147,8 @@ def _undo(owner: Any, name: str, old: Any) -> None:
 def _patches() -> Iterator[str]:
     """Yield what has taken the place of functions and methods, in words, and undo it."""
     changed = list(_changed())
-    known = {
-        id(value) for _, before in changed for value in before.values() if inspect.isroutine(value)
-    }
+    values = chain.from_iterable(before.values() for _, before in changed)
+    known = {id(value) for value in values if inspect.isroutine(value)}
     for owner, before in changed:
         for name, old in list(_replaced(owner, before, known)):
             yield f"{_name(owner)}.{name} is {_place(vars(owner)[name])[1]}"

@@ -1,5 +1,5 @@
 """Stand-alone scripts: a violation as one Python file that needs torch alone, to send to whoever
-mends the loop.
+fixes the loop.
 
 A script reads from top to bottom: model, data, loop, expected gradient, comparison. The numbers
 come from the violation's evidence; no loop is run to write it. It is run once before it is

@@ -15,23 +15,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pickle import PicklingError
 
 from gradcheck_suite.core.case import Case
 from gradcheck_suite.core.contract import Loop, Problem
 from gradcheck_suite.core.options import NUMPY
 from gradcheck_suite.core.results import Verdict
+from gradcheck_suite.errors import UsageError
 from gradcheck_suite.judge.reruns import LoopRunner
 from gradcheck_suite.reference import programs
 from gradcheck_suite.reference.evaluation import evaluated_by, evaluator
-from gradcheck_suite.reference.large_batch import REFERENCES
+from gradcheck_suite.reference.large_batch import REFERENCES, CannotJudgeError
 from gradcheck_suite.reference.programs import ProgramChecks
 from gradcheck_suite.run import environment
 from gradcheck_suite.run.instance import Instance, generated_instance, one_thread
 from gradcheck_suite.run.processes import end_with_parent
 from gradcheck_suite.run.ranks import forget_ahead, packed, run_ranks_ahead, unpacked
 from gradcheck_suite.run.runner import Outcome, run_loop
-from gradcheck_suite.verification.check import Terms, check_run
-from gradcheck_suite.verification.judge_process import NUMBER, Judge, running_judge
+from gradcheck_suite.verification.check import JudgingRules, check_run
+from gradcheck_suite.verification.judge_process import NUMBER, JudgeProcess, running_judge
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,13 @@ class Run:
     Attributes:
         case: what the loop was run on.
         outcome: what it did.
-        terms: what it is judged by.
+        rules: what it is judged by.
         evaluator: what evaluates JAX's derivatives.
     """
 
     case: Case
     outcome: Outcome
-    terms: Terms
+    rules: JudgingRules
     evaluator: str = NUMPY
 
 
@@ -83,13 +85,15 @@ def answer_to(run: Run) -> Answer:
     """Return the verdict on a run, or None where the parent has to judge it itself."""
 
     def runner(rank: int, alike: bool) -> LoopRunner:
-        return _WithoutLoop(_no_loop, assumes=run.terms.assumes, rank=rank, alike=alike)
+        return _WithoutLoop(_no_loop, assumes=run.rules.assumes, rank=rank, alike=alike)
 
     try:
         with evaluated_by(run.evaluator):
-            verdict = check_run(lambda _: [run.outcome], run.case, run.terms, runner)
-    except Exception:
-        return None  # the parent meets it too, and reports it
+            verdict = check_run(lambda _: [run.outcome], run.case, run.rules, runner)
+    except (NeedsLoopError, UsageError):
+        # the parent meets it too, and reports it. Another exception is a fault of the suite: it
+        # ends this process, and the parent meets it where it judges the run itself
+        return None
     return None if verdict.violation or verdict.finding else verdict
 
 
@@ -132,7 +136,7 @@ def _prepare(asked: Run | CheckPrograms) -> None:
     """Let other threads load or compile the programs of JAX that judge a run."""
     if isinstance(asked, Run):
         # a case that cannot be built is reported where its turn comes
-        with suppress(Exception), evaluated_by(asked.evaluator):
+        with suppress(CannotJudgeError, UsageError), evaluated_by(asked.evaluator):
             REFERENCES.prepare(asked.case)
 
 
@@ -189,7 +193,7 @@ SLOW_S = 0.1
 """Seconds of a run from which on only one is ahead: the judge waits for the loop then, and a fault ends the search."""
 
 
-class Ahead:
+class Prefetcher:
     """The cases of one loop that are prepared.
 
     Those that the loop has run on already are in the second process.
@@ -199,7 +203,7 @@ class Ahead:
         self,
         loop: Loop,
         problem: Problem | None,
-        terms: Terms,
+        rules: JudgingRules,
         time_limit_s: float | None,
         *,
         runs: bool,
@@ -209,17 +213,17 @@ class Ahead:
         Args:
             loop: the subject.
             problem: the user's problem that it trains, if any.
-            terms: what it is judged by.
+            rules: what it is judged by.
             time_limit_s: seconds after which it is stopped on one case.
             runs: whether it may run on a case whose turn has not come, if there is a second
                 process.
         """
         self._loop = loop
         self._problem = problem
-        self._terms = terms
+        self._rules = rules
         self._time_limit_s = time_limit_s
         self._waiting: deque[Case] = deque()
-        self._sent: deque[tuple[Judge, int, Case, Outcome]] = deque()
+        self._sent: deque[tuple[JudgeProcess, int, Case, Outcome]] = deque()
         self._runs = runs
         self._slow = False
 
@@ -238,18 +242,20 @@ class Ahead:
         while self._waiting and self._runs and not (self._slow and self._sent):
             self._run(judge, self._waiting.popleft())
 
-    def _run(self, judge: Judge, case: Case) -> None:
+    def _run(self, judge: JudgeProcess, case: Case) -> None:
         """Run the loop on a case, and send what it did to be judged."""
         began = time.perf_counter()
         try:
             outcome = run_loop(
                 self._loop, generated_instance(case), time_limit_s=self._time_limit_s
             )
-            message = packed(Run(case, outcome, self._terms, evaluator()))
-        except Exception:
-            # a case that cannot be built, or settings that no other process can have: told where
-            # the turn comes
-            self._runs = False
+        except (CannotJudgeError, UsageError):
+            self._runs = False  # told where the case's turn comes
+            return
+        try:
+            message = packed(Run(case, outcome, self._rules, evaluator()))
+        except (AttributeError, PicklingError, TypeError):
+            self._runs = False  # a loop's optimizer has settings that no other process can have
             return
         self._slow = time.perf_counter() - began > SLOW_S
         # a run that failed may have taken the whole time limit, and so may the next one

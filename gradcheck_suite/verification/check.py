@@ -24,7 +24,7 @@ from gradcheck_suite.core.text import counted
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.judge.reruns import LoopRunner
 from gradcheck_suite.judge.weights import Diagnosis
-from gradcheck_suite.reference.large_batch import CannotJudgeError
+from gradcheck_suite.reference.large_batch import CannotJudgeError, Reference
 from gradcheck_suite.run.instance import Compute, Instance
 from gradcheck_suite.run.observer import same_tree
 from gradcheck_suite.run.optimizers import NEEDS_CLOSURE
@@ -200,7 +200,7 @@ def _of_rank(
 
 
 @dataclass(frozen=True)
-class Terms:
+class JudgingRules:
     """What the runs of a loop are judged by.
 
     Attributes:
@@ -214,9 +214,9 @@ class Terms:
     jax: bool = False
 
 
-def terms_of(loop: Loop, assumes: Iterable[str] = (), autocast: str | None = None) -> Terms:
+def rules_of(loop: Loop, assumes: Iterable[str] = (), autocast: str | None = None) -> JudgingRules:
     """Return what a loop is judged by: what is assumed of it, and what it declares itself."""
-    return Terms(
+    return JudgingRules(
         frozenset(assumes) | assumptions_of(loop), autocast or autocast_of(loop), is_jax(loop)
     )
 
@@ -273,7 +273,8 @@ def check(
     expect_loop(loop)
     if not isinstance(case, Case):
         raise UsageError(f"case is of type {type(case).__name__}: expected a gradcheck_suite.Case")
-    terms, problem = terms_of(loop, assumes, autocast), of_torch(loop, problem)
+    rules = rules_of(loop, assumes, autocast)
+    problem = of_torch(loop, problem)
 
     def run(instance: Instance) -> list[Outcome]:
         return [outcome] if outcome else run_ranks(loop, instance, time_limit_s=time_limit_s)
@@ -285,19 +286,19 @@ def check(
             return None
         runners.append(
             LoopRunner(
-                loop, time_limit_s=time_limit_s, assumes=terms.assumes, rank=rank, alike=alike
+                loop, time_limit_s=time_limit_s, assumes=rules.assumes, rank=rank, alike=alike
             )
         )
         return runners[-1]
 
-    verdict = check_run(run, case, terms, runner, problem=problem, shrinking=shrinking)
+    verdict = check_run(run, case, rules, runner, problem=problem, shrinking=shrinking)
     return replace(verdict, runs=verdict.runs + sum(runner.runs for runner in runners))
 
 
 def check_run(
     run: Callable[[Instance], list[Outcome]],
     case: Case,
-    terms: Terms,
+    rules: JudgingRules,
     runner: Callable[[int, bool], LoopRunner | None],
     *,
     problem: Problem | None = None,
@@ -308,7 +309,7 @@ def check_run(
     Args:
         run: instance -> what the loop does with it on each rank.
         case: what it trains.
-        terms: what the loop is judged by.
+        rules: what the loop is judged by.
         runner: (rank, whether all ranks had the same gradients) -> runs the loop again for a
             diagnosis, or None.
         problem: as for `check`.
@@ -332,17 +333,8 @@ def check_run(
             return _refused(case, problem, refused)
 
         def judged(rank: int) -> Verdict:
-            outcome = outcomes[rank]
-            trajectory = Trajectory(case, outcome, terms.assumes, jax=terms.jax)
-            verdict = RunJudge(
-                reference, outcome, trajectory, runner(rank, outcome.alike), terms.autocast
-            ).verdict()
-            if verdict.violation or verdict.finding:
-                return verdict
-            schedules = SCHEDULES_MICRO_BATCHES in terms.assumes
-            return replace(
-                verdict, violation=step_calls_fault(case, outcome, rank, schedules=schedules)
-            )
+            again = runner(rank, outcomes[rank].alike)
+            return _judged_on_rank(reference, outcomes[rank], rank, rules, again)
 
         verdict = judge_ranks(case, outcomes, judged)
         found = verdict.violation
@@ -353,6 +345,23 @@ def check_run(
         return verdict
     except CannotJudgeError as error:
         return Verdict(case, skipped=str(error))
+
+
+def _judged_on_rank(
+    reference: Reference,
+    outcome: Outcome,
+    rank: int,
+    rules: JudgingRules,
+    runner: LoopRunner | None,
+) -> Verdict:
+    """Return the verdict on what one rank did."""
+    case = reference.instance.case
+    trajectory = Trajectory(case, outcome, rules.assumes, jax=rules.jax)
+    verdict = RunJudge(reference, outcome, trajectory, runner, rules.autocast).verdict()
+    if verdict.violation or verdict.finding:
+        return verdict
+    schedules = SCHEDULES_MICRO_BATCHES in rules.assumes
+    return replace(verdict, violation=step_calls_fault(case, outcome, rank, schedules=schedules))
 
 
 def _refused(case: Case, problem: Problem | None, why: str) -> Verdict:

@@ -21,7 +21,7 @@ LIMIT_S = 300
 """Seconds after which a process that neither reads nor answers is given up. It may judge a case for two minutes."""
 
 
-class Judge:
+class JudgeProcess:
     """The process: it answers messages in the order in which they are sent, once it has started.
 
     A loop may close the socket, or fork this process: then the process is gone, as where it has
@@ -38,7 +38,8 @@ class Judge:
         self._connection = self._child.connection
         self._socket = os.fstat(self._connection.fileno()).st_ino
         self._owner = os.getpid()
-        self.pid = self._number = 0
+        self.pid = 0
+        self._number = 0
         self._gone = False
 
     @property
@@ -113,11 +114,11 @@ class Judge:
             self._child.close(closes=self._is_there())
 
 
-_judges: list[Judge] = []
+_judges: list[JudgeProcess] = []
 
 
 @contextlib.contextmanager
-def second_process(*, wanted: bool = True) -> Iterator[Judge | None]:
+def second_process(*, wanted: bool = True) -> Iterator[JudgeProcess | None]:
     """Judge runs in a second process inside the block, wherever that gives the same verdicts, if
     `wanted`.
 
@@ -129,13 +130,13 @@ def second_process(*, wanted: bool = True) -> Iterator[Judge | None]:
     if not wanted or _judges or not hasattr(os, "fork"):
         yield None
         return
-    _judges.append(Judge())
+    _judges.append(JudgeProcess())
     try:
         yield _judges[0]
     finally:
         _judges.pop().close()
 
 
-def running_judge() -> Judge | None:
+def running_judge() -> JudgeProcess | None:
     """Return the second process of the block that this is in, if it has started."""
     return next((judge for judge in _judges if judge.is_ready), None)

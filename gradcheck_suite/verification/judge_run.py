@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 import torch
@@ -141,9 +141,7 @@ def closure_without_reset(
         outcome: what the loop did.
         evaluation: the call whose gradient is wrong.
     """
-    calls = (
-        pair for observation in outcome.observations for pair in pairwise(observation.evaluations)
-    )
+    calls = chain.from_iterable(pairwise(each.evaluations) for each in outcome.observations)
     before = next((first for first, second in calls if second is evaluation), None)
     # a hook that edits the gradients of a call leaves an evaluation at the same parameters
     if before is None or before.parameters is evaluation.parameters:
@@ -428,6 +426,19 @@ NOT_FINITE = (
 """Why gradients are not judged that no correct loop has finite."""
 
 
+def _finding(window: Window, comparison: Comparison, *, moved: bool) -> str | None:
+    """Return why the reference itself cannot be relied on, or None."""
+    # at the initial parameters `check_run` asks JAX, of all windows at once
+    found = disagreement(window) if moved else None
+    if found is None and comparison.ratio > 1:
+        found = accumulation_fault(window) or precision_fault(window)
+    return found
+
+
+def _missing(evaluation: Evaluation) -> frozenset[str]:
+    return frozenset(name for name, g in evaluation.gradients.items() if g is None)
+
+
 @dataclass(frozen=True)
 class _Finding:
     """A fault of torch or JAX."""
@@ -576,13 +587,11 @@ class RunJudge:
         wrong.
         """
         reference = self.reference
-        outcome = self.outcome
         runner = self.runner
-        case = self.case
-        moved = not is_start(evaluation, outcome)
+        moved = not is_start(evaluation, self.outcome)
         if moved and is_diverged(evaluation):
             return DIVERGED
-        epoch, index = divmod(step, len(case.plan.windows))
+        epoch, index = divmod(step, len(self.case.plan.windows))
         seen = reference.flat(evaluation.gradients)
         try:
             window = reference.window(
@@ -597,37 +606,40 @@ class RunJudge:
             # while a case shrinks nothing is said
             if comparison.ratio > 1 and runner is not None and window.confirm():
                 comparison = window.compare(seen)
-            # at the initial parameters `check_run` asks JAX, of all windows at once
-            finding = disagreement(window) if moved else None
-            if finding is None and comparison.ratio > 1:
-                finding = accumulation_fault(window) or precision_fault(window)
-            if finding:
-                return _Finding(finding)
+            finding = _finding(window, comparison, moved=moved)
         except CannotJudgeError as error:
             return str(error)
-        if comparison.ratio <= 1:
-            if absent is None:
-                return comparison.ratio
-            evidence = replace(
-                comparison,
-                missing=frozenset(n for n, g in evaluation.gradients.items() if g is None),
-            )
-            place = (absent, epoch, index)
-            return self._violation(
-                "none-pattern", none_and_not_zeros(absent), evidence, place, moved=moved
-            )
-        problem = reference.instance.users_problem
-        if (
-            problem
-            and problem.reduction != "batch"
-            and (fault := gradient_fault(reference, window))
-        ):
-            return fault
-        known = undeclared_autocast(window, evaluation, outcome.compute)
-        if known is None and runner:
-            known = closure_without_reset(window, outcome, evaluation)
-        if known is None and moved and runner:
-            known = stale_parameters(window, outcome, evaluation, self.autocast)
+        if finding:
+            return _Finding(finding)
+        if comparison.ratio > 1:
+            return self._of_wrong_gradient(window, evaluation, comparison, epoch, moved=moved)
+        if absent is None:
+            return comparison.ratio
+        named = none_and_not_zeros(absent)
+        evidence = replace(comparison, missing=_missing(evaluation))
+        place = (absent, epoch, index)
+        return self._violation("none-pattern", named, evidence, place, moved=moved)
+
+    def _of_wrong_gradient(
+        self,
+        window: Window,
+        evaluation: Evaluation,
+        comparison: Comparison,
+        epoch: int,
+        *,
+        moved: bool,
+    ) -> str | Violation:
+        """Return the violation of a wrong gradient, or that the user's problem has none that is right."""
+        problem = self.reference.instance.users_problem
+        if problem and problem.reduction != "batch":
+            fault = gradient_fault(self.reference, window)
+            if fault:
+                return fault
+        known = undeclared_autocast(window, evaluation, self.outcome.compute)
+        if known is None and self.runner:
+            known = closure_without_reset(window, self.outcome, evaluation)
+            if known is None and moved:
+                known = stale_parameters(window, self.outcome, evaluation, self.autocast)
         return self._of_gradient(window, evaluation, comparison, epoch, known)
 
     def _of_gradient(
@@ -647,29 +659,18 @@ class RunJudge:
             epoch: the epoch of the step.
             known: the diagnosis where it is known already.
         """
-        case = self.case
         layout = comparison.layout
-        runner = self.runner
         parameter, _ = layout.place(comparison.worst.index)
         seen = evaluation.gradients[parameter]
         kind: ViolationKind = "gradient"
-        e = runner and Evidence(comparison, window, epoch, runner)
+        e = Evidence(comparison, window, epoch, self.runner) if self.runner else None
         if seen is None:
             kind = "none-pattern"
             named = explain_missing(parameter, e) if e else missing_gradient(parameter)
         else:
-            duplicates = runner is not None and takes_duplicates(window, runner)
-            # a loop that leaves out duplicates does so however small the loss is; one that clips
-            # does not. A loss that is 2**-20 times as large has no digits in float16. What names
-            # the fault has its own runs
-            if duplicates and e and case.dtype != "float16" and e.small is not None:
-                duplicates = is_linear(comparison.observed, e.small)
-                e.runner.runs_left += 1
-            if e and known is None:
-                known = explain_module_hooks(e, self.outcome.hooked) or explain_gradient(e)
-            if known is None and not window.moved and case.dtype == "float64":
-                # what the gradient alone determines, without a further run of the loop
-                known = diagnose_case(window, comparison, epoch, alike=self.outcome.alike)
+            duplicates = e is not None and self._leaves_out_duplicates(e)
+            if known is None:
+                known = self._name_of(comparison, window, epoch, e)
             named = known or UNNAMED
             if duplicates and is_of_weights(named.name):
                 named = DUPLICATES
@@ -681,12 +682,32 @@ class RunJudge:
                     f" {named.sentence}"
                 )
                 named = replace(named, sentence=sentence)
-        evidence = replace(
-            comparison, missing=frozenset(n for n, g in evaluation.gradients.items() if g is None)
-        )
+        evidence = replace(comparison, missing=_missing(evaluation))
         return self._violation(
             kind, named, evidence, (parameter, epoch, window.index), moved=window.moved
         )
+
+    def _leaves_out_duplicates(self, e: Evidence) -> bool:
+        if not takes_duplicates(e.window, e.runner):
+            return False
+        # a loop that leaves out duplicates does so however small the loss is; one that clips does
+        # not. A loss that is 2**-20 times as large has no digits in float16
+        if self.case.dtype == "float16" or e.small is None:
+            return True
+        # what names the fault has its own runs
+        e.runner.runs_left += 1
+        return is_linear(e.comparison.observed, e.small)
+
+    def _name_of(
+        self, comparison: Comparison, window: Window, epoch: int, e: Evidence | None
+    ) -> Diagnosis | None:
+        known = None
+        if e:
+            known = explain_module_hooks(e, self.outcome.hooked) or explain_gradient(e)
+        if known is None and not window.moved and self.case.dtype == "float64":
+            # what the gradient alone determines, without a further run of the loop
+            known = diagnose_case(window, comparison, epoch, alike=self.outcome.alike)
+        return known
 
     def _violation(
         self,

@@ -8,13 +8,13 @@ Where the two names differ, `more_specific` decides.
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice, product
 
 import numpy as np
 from hypothesis import strategies as st
@@ -58,8 +58,8 @@ from gradcheck_suite.run.optimizers import NEEDS
 from gradcheck_suite.run.ranks import run_ranks
 from gradcheck_suite.strategies.cases import SMALL_MICRO_BATCHES, reductions_within, size_of
 from gradcheck_suite.strategies.drawing import ATTEMPTS, RedrawError, run_on_cases
-from gradcheck_suite.verification.ahead import Ahead
-from gradcheck_suite.verification.check import check, terms_of
+from gradcheck_suite.verification.ahead import Prefetcher
+from gradcheck_suite.verification.check import check, rules_of
 from gradcheck_suite.verification.separability import reference_of
 
 
@@ -156,9 +156,10 @@ def within(plan: Plan, assumes: frozenset[str]) -> Plan:
         return plan.replace(micro_batches=(2,) * len(plan.micro_batches))
     if EQUAL_MICRO_BATCHES in assumes:
         smallest = [min(plan.micro_batches[j] for j in window) for window in plan.windows]
-        plan = plan.replace(
-            micro_batches=tuple(n for n, w in zip(smallest, plan.windows, strict=True) for _ in w)
-        )
+        sizes: list[int] = []
+        for size, window in zip(smallest, plan.windows, strict=True):
+            sizes += [size] * len(window)
+        plan = plan.replace(micro_batches=tuple(sizes))
     return plan
 
 
@@ -187,7 +188,8 @@ def long_cases(
     A loop that compiles is not checked on the last three, which have hundreds of micro-batches, and
     twenty sizes.
     """
-    for plan in LONG[:-3] if compiles else LONG:
+    plans = LONG[:-3] if compiles else LONG
+    for plan in plans:
         dealt = dealt_to_ranks(within(plan, assumes), ranks, assumes)
         yield probe_case(dealt, reductions_within(assumes)[0], dtype=dtype, device=device)
 
@@ -214,7 +216,7 @@ def slopes_case(assumes: frozenset[str], dtype: str, device: str, ranks: int = 1
     windows = [ORDINARY, large[0], ORDINARY, *large[1:], ORDINARY, *small, ORDINARY]
     if FINITE_GRADIENTS not in assumes:
         windows += [WITH_INFINITY, ORDINARY, WITH_NAN, ORDINARY]
-    slopes = slopes_text(slope for window in windows for slope in window)
+    slopes = slopes_text(chain.from_iterable(windows))
     reduction: Reduction = reductions_within(assumes)[0]
     plan = Plan((2, 2) * len(windows), 2)
     if ranks > 1:
@@ -243,7 +245,7 @@ def model_cases(
         Input("vector", size=2), (Layer("linear", features=1, bias=True),), sizes.spec.loss
     )
     exponents = (0, LARGE[dtype][0], 0, SMALL[dtype][0])
-    slopes = slopes_text(slope for exponent in exponents for slope in _of_size(exponent))
+    slopes = slopes_text(chain.from_iterable(map(_of_size, exponents)))
     plan = within(Plan((2, 2) * len(exponents), 2, 1 if ONE_EPOCH in assumes else 5), assumes)
     loss = Loss("identity", reduction=spec.loss.reduction, slopes=slopes)
     # an optimizer that takes no bias, or no dense gradient, has no such model
@@ -317,7 +319,7 @@ def _smaller(violation: Violation, assumes: frozenset[str]) -> Smaller:
         yield "", _of_plan(case, case.plan)
         yield from _of_fewer_slopes(violation)
     # with slopes, which belong to the items, of the numbers only that of epochs
-    for text, number, with_number in itertools.islice(_numbers(case.plan), 1 if sloped else None):
+    for text, number, with_number in islice(_numbers(case.plan), 1 if sloped else None):
         step = number // 2
         while step:
             # the assumptions may leave no micro-batch
@@ -357,38 +359,43 @@ def _of_fewer_slopes(violation: Violation) -> Smaller:
     power of two.
     """
     case = violation.case
-    plan = violation.case.plan
-    slopes = tuple(slopes_of(violation.case))
-    number = len(plan.windows)
-    last = len(plan.windows) - 1 if violation.window is None else violation.window
-    single = range(last + 1) if violation.window is None else [last]
+    slopes = tuple(slopes_of(case))
+    yield from _of_fewer_windows(case, slopes, violation.window)
+    yield from _of_fewer_items(case, slopes)
+    yield from _of_plainer_slopes(case, slopes)
+
+
+def _of_fewer_windows(case: Case, slopes: Sequence[float], window: int | None) -> Smaller:
+    plan = case.plan
+    last = len(plan.windows) - 1 if window is None else window
+    single = range(last + 1) if window is None else [last]
     chosen = [*((w,) for w in single), *((w, last) for w in reversed(range(last)))]
     for windows in chosen:
-        if len(windows) < number:
-            kept = [j for w in windows for j in plan.windows[w]]
-            yield (
-                "",
-                _of_plan(
-                    case, plan.select(kept), tuple(slopes[i] for j in kept for i in plan.items(j))
-                ),
-            )
-    if plan.total_items > number <= 2 and not plan.ranks:
-        for item in plan.window_items(0):
-            items = (item, plan.window_items(1)[0]) if number == 2 else (item,)
-            yield "", _of_plan(case, Plan((1,) * number, 1), tuple(slopes[i] for i in items))
-    if number == 1 and np.isfinite(slopes).all():
-        largest = max(math.frexp(slope)[1] - 1 for slope in slopes)
-        step = abs(largest) // 2 or abs(largest)
-        while step:
-            yield (
-                "",
-                _of_plan(
-                    case,
-                    plan,
-                    tuple(slope * 2.0 ** -math.copysign(step, largest) for slope in slopes),
-                ),
-            )
-            step //= 2
+        if len(windows) < len(plan.windows):
+            kept = list(chain.from_iterable(plan.windows[w] for w in windows))
+            items = chain.from_iterable(map(plan.items, kept))
+            yield "", _of_plan(case, plan.select(kept), tuple(slopes[i] for i in items))
+
+
+def _of_fewer_items(case: Case, slopes: Sequence[float]) -> Smaller:
+    plan = case.plan
+    number = len(plan.windows)
+    if number > 2 or plan.total_items == number or plan.ranks:
+        return
+    for item in plan.window_items(0):
+        items = (item, plan.window_items(1)[0]) if number == 2 else (item,)
+        yield "", _of_plan(case, Plan((1,) * number, 1), tuple(slopes[i] for i in items))
+
+
+def _of_plainer_slopes(case: Case, slopes: Sequence[float]) -> Smaller:
+    if len(case.plan.windows) != 1 or not np.isfinite(slopes).all():
+        return
+    largest = max(math.frexp(slope)[1] - 1 for slope in slopes)
+    step = abs(largest) // 2 or abs(largest)
+    while step:
+        factor = 2.0 ** -math.copysign(step, largest)
+        yield "", _of_plan(case, case.plan, tuple(slope * factor for slope in slopes))
+        step //= 2
 
 
 def _of_plan(case: Case, plan: Plan, slopes: tuple[float, ...] = ()) -> Case:
@@ -527,10 +534,52 @@ ranks' calls do not match.
 Progress = Callable[[Verdict], None]
 
 
+@dataclass
+class Tally:
+    """What the cases of a search came to.
+
+    Attributes:
+        cases: number of drawn cases.
+        judged: number of those that could be judged.
+        windows: number of their windows that were.
+        ratio: the largest error over what is allowed, of cases that hold.
+        findings: what torch and JAX disagree on.
+        skipped: reason -> number of cases that could not be judged.
+        windows_skipped: reason -> number of windows that could not.
+        moved_by_zeros: of each case in which zeros moved a parameter that None leaves, how.
+        users_cases: the judged cases of a user's problem.
+    """
+
+    cases: int = 0
+    judged: int = 0
+    windows: int = 0
+    ratio: float = 0.0
+    findings: dict[str, None] = field(default_factory=dict)
+    skipped: Counter[str] = field(default_factory=Counter)
+    windows_skipped: Counter[str] = field(default_factory=Counter)
+    moved_by_zeros: list[str] = field(default_factory=list)
+    users_cases: list[Case] = field(default_factory=list)
+
+    def note(self, verdict: Verdict) -> None:
+        """Count what a verdict says."""
+        self.ratio = max(self.ratio, verdict.ratio)
+        if verdict.finding:
+            self.findings[verdict.finding] = None
+        if verdict.skipped:
+            self.skipped[verdict.skipped] += 1
+        elif not verdict.finding:
+            self.judged += 1
+            self.windows += verdict.windows
+            self.windows_skipped.update(verdict.windows_skipped)
+            if verdict.moved_by_zeros:
+                self.moved_by_zeros.append(verdict.moved_by_zeros)
+
+
 class Search:
     """What a search has found so far.
 
     Attributes:
+        tally: what its cases came to.
         violation: the smallest violation that has been named, or None.
         found_after: number of drawn cases until one showed it, 0 where a case of the ladder does;
             None where no ordinary case does.
@@ -553,31 +602,30 @@ class Search:
         self._progress = progress
         self._autocast = autocast
         self._assumes = assumes
-        self._finite_only = FINITE_GRADIENTS in assumes
-        self._compiles = is_jax(loop)
-        terms = terms_of(loop, assumes, autocast)
+        rules = rules_of(loop, assumes, autocast)
         self._seconds = COMPILING_SECONDS if self._compiles else SHRINK_SECONDS
-        self.ahead = Ahead(
+        self.ahead = Prefetcher(
             loop,
             problem,
-            terms,
+            rules,
             options.time_limit_s,
             runs=not (self._finite_only or self._compiles),
         )
-        self.cases = 0
-        self.judged = 0
-        self.windows = 0
-        self.ratio = 0.0
-        self._outside = self.runs = 0
-        self.findings: dict[str, None] = {}
-        self.skipped: Counter[str] = Counter()
-        self.windows_skipped: Counter[str] = Counter()
-        self.moved_by_zeros: list[str] = []
-        self.users_cases: list[Case] = []
+        self.tally = Tally()
+        self._outside = 0
+        self.runs = 0
         self.found_after: int | None = None
         self.violation: Violation | None = None
         self.stopped: str | None = None
         self._sloped = False
+
+    @property
+    def _finite_only(self) -> bool:
+        return FINITE_GRADIENTS in self._assumes
+
+    @property
+    def _compiles(self) -> bool:
+        return is_jax(self._loop)
 
     def run(
         self,
@@ -604,9 +652,24 @@ class Search:
             return
         most = self._options.examples if seen is None else MOST_BESIDE if final else MOST_HUNTED
         found = self._drawn(drawn, seen, min(most, self._options.examples))
-        if found is None:
-            return
-        first, smallest = found
+        if found is not None:
+            self._keep_plainest(seen, *found, small)
+
+    def _keep_plainest(
+        self,
+        seen: Violation | None,
+        first: Violation,
+        smallest: Violation,
+        small: st.SearchStrategy[Case],
+    ) -> None:
+        """Keep the violation that says most, of a probe's and of those of drawn cases.
+
+        Args:
+            seen: that of a probe or the fixed case, or None.
+            first: that of the first drawn case.
+            smallest: that of the smallest one.
+            small: strategy of small cases.
+        """
         layers, micro_batches, *_ = size_of(smallest.case)
         if layers > 2 or micro_batches > SMALL_MICRO_BATCHES * smallest.case.plan.world_size:
             smaller = self._drawn(small, smallest, MOST_SMALL, already_found=True)
@@ -614,12 +677,10 @@ class Search:
                 smallest = smaller[1]
         named = smallest if smallest is first else self._named(smallest)
         # a violation of ordinary gradients is plainer than that of large, small or infinite ones
-        named_at_last = more_specific(
-            first if seen is None or self._sloped or seen.kind != named.kind else seen, named
-        )
-        if not (
-            self._sloped and named_at_last.diagnosis == "not-linear"
-        ):  # there the probe says more
+        is_plain = seen is not None and not self._sloped and seen.kind == named.kind
+        named_at_last = more_specific(seen if seen and is_plain else first, named)
+        # of a loop that is not linear the probe of many sizes says more
+        if not (self._sloped and named_at_last.diagnosis == "not-linear"):
             self.violation = named_at_last
 
     def _is_enough(self, seen: Violation, *, final: bool) -> bool:
@@ -687,7 +748,7 @@ class Search:
                 raise StopError(error) from None
             violation = verdict.violation
             if not shrinking:
-                self.cases += 1
+                self.tally.cases += 1
                 self._note(verdict)
             if violation is None or (kinds and violation.kind not in kinds):
                 return
@@ -696,7 +757,7 @@ class Search:
                 kinds.clear()
                 kinds.add(violation.kind)
                 if not already_found:
-                    self.found_after = self.cases
+                    self.found_after = self.tally.cases
                     self.violation = self.violation or violation
             if violation.diagnosis in WAITS:
                 seconds = WAITING_SECONDS if already_found else 0.0
@@ -761,7 +822,8 @@ class Search:
             even_alone |= is_uneven
         if shown is None:
             return False
-        self.found_after, self.violation = 0, more_specific(seen, self._named(shown))
+        self.found_after = 0
+        self.violation = more_specific(seen, self._named(shown))
         return True
 
     def _ladder(self, probe: Case) -> Iterator[Case]:
@@ -779,7 +841,7 @@ class Search:
         # a rank with fewer micro-batches makes a smaller case
         dealt = (
             dealt_to_ranks(plan, ranks, assumes, uneven=uneven)
-            for plan, ranks, uneven in itertools.product(plans, numbers, (True, False))
+            for plan, ranks, uneven in product(plans, numbers, (True, False))
         )
         for plan in dict.fromkeys(dealt):
             yield Case(
@@ -810,19 +872,8 @@ class Search:
 
         for case in first_cases(*asked, compiles=self._compiles):
             verdict = timed(case)
-            if verdict.skipped:
-                self.skipped[f"the weight probes: {verdict.skipped}"] += 1
-                return None, False
             found = verdict.violation
-            if found and self._lacks_optimizer(found):
-                return None, False
-            if found and users is not None:
-                name = found.diagnosis
-                why = (
-                    f"the weight probes: the loop fails on them ({name}), so its own problem alone"
-                    " was tried"
-                )
-                self.skipped[why] += 1
+            if self._cannot_use_probes(verdict):
                 return None, False
             if found and self._compiles:
                 # each run takes seconds: what a probe shows is the verdict, and few smaller ones
@@ -838,21 +889,52 @@ class Search:
             *model_cases(*asked, optimizer=options.optimizer),
         )
         for case in rest:
-            number = _micro_batches(case.plan)
-            limit = options.time_limit_s
-            if limit is not None and seconds * number > SHARE_OF_LIMIT * limit:
-                self.skipped[
-                    f"the weight probe of {number} micro-batches was left out: it would take this"
-                    f" loop {seconds * number:.0f} s of the time limit of {limit:g} s, which"
-                    " --time-limit raises"
-                ] += 1
+            if self._would_take_too_long(case, seconds):
                 continue
             verdict = timed(case)
             if verdict.skipped:
-                self.skipped[f"a weight probe: {verdict.skipped}"] += 1
+                self.tally.skipped[f"a weight probe: {verdict.skipped}"] += 1
             if (found := verdict.violation) and not self._lacks_optimizer(found):
                 return self._smallest_probe(found, assumes), True
         return None, False
+
+    def _cannot_use_probes(self, verdict: Verdict) -> bool:
+        """Whether one of the first probes says nothing on the loop; notes why."""
+        if verdict.skipped:
+            self.tally.skipped[f"the weight probes: {verdict.skipped}"] += 1
+            return True
+        found = verdict.violation
+        if found is None:
+            return False
+        if self._lacks_optimizer(found):
+            return True
+        if self._problem is None:
+            return False
+        why = (
+            f"the weight probes: the loop fails on them ({found.diagnosis}), so its own problem"
+            " alone was tried"
+        )
+        self.tally.skipped[why] += 1
+        return True
+
+    def _would_take_too_long(self, case: Case, seconds: float) -> bool:
+        """Whether a probe would take most of the time limit; notes it.
+
+        Args:
+            case: the probe.
+            seconds: that a micro-batch took.
+        """
+        number = _micro_batches(case.plan)
+        limit = self._options.time_limit_s
+        if limit is None or seconds * number <= SHARE_OF_LIMIT * limit:
+            return False
+        why = (
+            f"the weight probe of {number} micro-batches was left out: it would take this"
+            f" loop {seconds * number:.0f} s of the time limit of {limit:g} s, which"
+            " --time-limit raises"
+        )
+        self.tally.skipped[why] += 1
+        return True
 
     def _lacks_optimizer(self, found: Violation) -> bool:
         """Whether a loop raises on a weight probe alone, for want of the optimizer that was asked
@@ -871,7 +953,7 @@ class Search:
             "a weight probe: its optimizer, whose step changes nothing, lacks what the loop uses"
             f" of {name}"
         )
-        self.skipped[why] += 1
+        self.tally.skipped[why] += 1
         return True
 
     def _smallest_probe(self, first: Violation, assumes: frozenset[str]) -> Violation:
@@ -924,19 +1006,9 @@ class Search:
         return outside
 
     def _note(self, verdict: Verdict) -> None:
-        self.ratio = max(self.ratio, verdict.ratio)
-        if verdict.finding:
-            self.findings[verdict.finding] = None
-        if verdict.skipped:
-            self.skipped[verdict.skipped] += 1
-        elif not verdict.finding:
-            self.judged += 1
-            self.windows += verdict.windows
-            self.windows_skipped.update(verdict.windows_skipped)
-            if verdict.moved_by_zeros:
-                self.moved_by_zeros.append(verdict.moved_by_zeros)
-            if self._problem is not None:
-                self.users_cases.append(verdict.case)
+        self.tally.note(verdict)
+        if self._problem is not None and not verdict.skipped and not verdict.finding:
+            self.tally.users_cases.append(verdict.case)
         if self._progress is not None:
             self._progress(verdict)
 

@@ -17,7 +17,7 @@ from gradcheck_suite.core.case import Case
 from gradcheck_suite.core.comparison import LOSS_TOLERANCE
 from gradcheck_suite.core.contract import Batch, Problem
 from gradcheck_suite.core.results import Violation
-from gradcheck_suite.core.text import error_text
+from gradcheck_suite.core.text import counted, error_text
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.reference.large_batch import REFERENCES, CannotJudgeError, Reference, Window
 from gradcheck_suite.run.instance import (
@@ -296,13 +296,7 @@ def _objective_fault(instance: Instance) -> str | None:
     _expect_fresh_models(instance)
     model = instance.model(torch.float64)
     optimizer_of(None, model)
-    for parameter_name, parameter in model.named_parameters():
-        if getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise UsageError(
-                f"{name}: the parameter {parameter_name!r} has a post-accumulate-grad hook, which"
-                " changes .grad after autograd: register it in the loop, or remove it for the"
-                " verification"
-            )
+    _expect_no_hooks(name, model)
     _expect_targets(instance, model)
     everything = instance.batch(range(plan.total_items), torch.float64)
     before = {key: tensor.detach().clone() for key, tensor in _tensors(model)}
@@ -351,6 +345,16 @@ def _objective_fault(instance: Instance) -> str | None:
             f" of the micro-batches {list(plan.micro_batches)} add up to {sum(terms):.6g}"
         )
     return None
+
+
+def _expect_no_hooks(name: str, model: torch.nn.Module) -> None:
+    for parameter_name, parameter in model.named_parameters():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise UsageError(
+                f"{name}: the parameter {parameter_name!r} has a post-accumulate-grad hook, which"
+                " changes .grad after autograd: register it in the loop, or remove it for the"
+                " verification"
+            )
 
 
 def _name(instance: Instance) -> str:
@@ -638,7 +642,7 @@ def reference_of(case: Case, problem: Problem | None) -> tuple[Reference | None,
         # a user's own code, which may raise anything
         fewest = min(case.plan.micro_batches)
         most = case.plan.total_items
-        items = f"{most} item{'s' * (most > 1)}"
+        items = counted(most, "item")
         batches = f"batches of {fewest} to {items}" if fewest < most else f"one batch of {items}"
         raise UsageError(
             f"the problem {case.problem} failed before any loop ran, on {batches}: "

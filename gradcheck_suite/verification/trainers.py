@@ -162,11 +162,14 @@ def closing(answers: Sequence[Answer]) -> list[str]:
     asked = list(dict.fromkeys(a.trainer.name for a in answers if a.result is not None))
     violated = {a.trainer.name for a in answers if a.violated}
     holding = [name for name in asked if name not in violated]
+    return lines + _holding_lines(asked, holding)
+
+
+def _holding_lines(asked: Sequence[str], holding: Sequence[str]) -> list[str]:
+    if not asked:
+        return []
     if len(asked) == 1:
-        lines.append(
-            f"{asked[0]} {'holds on every question' if holding else 'is violated on some question'}"
-        )
-    elif asked:
-        names = f": {', '.join(holding)}" if holding else ""
-        lines.append(f"{len(holding)} of {len(asked)} trainers hold on every question{names}")
-    return lines
+        verdict = "holds on every question" if holding else "is violated on some question"
+        return [f"{asked[0]} {verdict}"]
+    names = f": {', '.join(holding)}" if holding else ""
+    return [f"{len(holding)} of {len(asked)} trainers hold on every question{names}"]

@@ -30,7 +30,7 @@ from gradcheck_suite.core.contract import (
     is_jax,
 )
 from gradcheck_suite.core.options import XLA, ChosenOptions, VerifyOptions, takes
-from gradcheck_suite.core.results import MovedByZeros, Result, result_lines
+from gradcheck_suite.core.results import MovedByZeros, Result, Violation, result_lines
 from gradcheck_suite.core.source_lines import judged_lines, loop_places
 from gradcheck_suite.core.text import say
 from gradcheck_suite.errors import UsageError
@@ -41,7 +41,7 @@ from gradcheck_suite.run.runner import quiet_loops
 from gradcheck_suite.strategies.cases import SOMETIMES_MOVING, cases, expect_layers_left
 from gradcheck_suite.verification.ahead import differences_of_programs
 from gradcheck_suite.verification.check import of_torch
-from gradcheck_suite.verification.search import Progress, Search, StopError
+from gradcheck_suite.verification.search import Progress, Search, StopError, Tally
 
 if TYPE_CHECKING:
     from gradcheck_suite.verification.second_opinion import SecondOpinion
@@ -127,36 +127,15 @@ def verify(
         interrupted = True  # the verdicts so far stand
     except StopError as stop:
         raise stop.error from None
-    violation = search.violation
-    if violation is not None:
-        violation = replace(
-            with_case_described(violation),
-            found_after=search.found_after,
-            **loop_places(loop, violation),
-        )
-    findings = (*search.findings, *(opinion.findings if opinion else ()), *checked)
-    moving = search.moved_by_zeros
-    result = Result(
+    result = replace(
+        _result(search, loop, (*(opinion.findings if opinion else ()), *checked), interrupted),
         loop=name or str(getattr(loop, "__name__", repr(loop))),
-        cases=search.cases,
         seconds=time.perf_counter() - started,
-        violations=() if violation is None else (violation,),
-        unjudged=None if search.judged or violation or interrupted else _unjudged(search, findings),
         assumes=tuple(sorted(chosen)),
         autocast=autocast,
         is_uncast=autocast is not None and options.dtype == "float64",
-        worst_error_over_allowed=search.ratio,
-        findings=findings,
-        skipped=dict(search.skipped),
-        interrupted=interrupted,
-        judged=search.judged,
-        windows=search.windows,
-        windows_skipped=dict(search.windows_skipped),
         second_opinion=None if opinion is None else opinion.summary(),
-        shrinking=search.stopped,
         traffic=traffic,
-        moved_by_zeros=MovedByZeros(len(moving), moving[0]) if moving else None,
-        runs=search.runs,
         files=judged_lines(loop),
     )
     if not quiet:
@@ -164,14 +143,58 @@ def verify(
     return result
 
 
-def _unjudged(search: Search, findings: Sequence[str]) -> str:
+def _result(search: Search, loop: Loop, disagreements: Sequence[str], interrupted: bool) -> Result:
+    """Return what a search found, as a result.
+
+    Args:
+        search: the search, at its end.
+        loop: the subject.
+        disagreements: of torch and JAX, beside those that the search noted.
+        interrupted: whether Ctrl-C ended it.
+    """
+    violation = _placed(search, loop)
+    tally = search.tally
+    findings = (*tally.findings, *disagreements)
+    moving = tally.moved_by_zeros
+    return Result(
+        loop="",
+        cases=tally.cases,
+        seconds=0.0,
+        violations=() if violation is None else (violation,),
+        unjudged=None if tally.judged or violation or interrupted else _unjudged(tally, findings),
+        worst_error_over_allowed=tally.ratio,
+        findings=findings,
+        skipped=dict(tally.skipped),
+        interrupted=interrupted,
+        judged=tally.judged,
+        windows=tally.windows,
+        windows_skipped=dict(tally.windows_skipped),
+        shrinking=search.stopped,
+        moved_by_zeros=MovedByZeros(len(moving), moving[0]) if moving else None,
+        runs=search.runs,
+    )
+
+
+def _placed(search: Search, loop: Loop) -> Violation | None:
+    """Return what a search found, with its case in words and its places in the loop."""
+    violation = search.violation
+    if violation is None:
+        return None
+    return replace(
+        with_case_described(violation),
+        found_after=search.found_after,
+        **loop_places(loop, violation),
+    )
+
+
+def _unjudged(tally: Tally, findings: Sequence[str]) -> str:
     """Return why no case could be judged."""
     reason = max(
-        search.skipped,
-        key=search.skipped.__getitem__,
+        tally.skipped,
+        key=tally.skipped.__getitem__,
         default=next(iter(findings), "none was drawn"),
     )
-    return f"none of {search.cases} cases could be judged: {reason}"
+    return f"none of {tally.cases} cases could be judged: {reason}"
 
 
 def _assumed(
@@ -272,7 +295,7 @@ def _opinion(
     )  # generated problems need no bridge
 
     return second_opinion(
-        [violation.case] if violation else search.users_cases, problem, budget_s=budget_s
+        [violation.case] if violation else search.tally.users_cases, problem, budget_s=budget_s
     )
 
 

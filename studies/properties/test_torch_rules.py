@@ -169,7 +169,7 @@ def _one_lookup(*, sparse: bool) -> torch.nn.Embedding:
 # A defect of torch, from 2.13 or before: adding a coalesced sparse tensor to a dense one copies
 # `values.stride(0)` numbers of each row where it should copy a row's length. The gradient of `sum`
 # is an expanded scalar with strides of 0, a single row of it counts as coalesced, and with one
-# feature nothing makes it contiguous: 0 numbers are copied. Strict, so that the version which mends
+# feature nothing makes it contiguous: 0 numbers are copied. Strict, so that the version which fixes
 # it says so; then these become plain tests.
 lost_row = pytest.mark.xfail(
     strict=True, reason="torch copies values.stride(0) numbers of a coalesced sparse row"

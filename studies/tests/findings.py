@@ -1,5 +1,5 @@
 """Run the script of each finding on the newest release that installs here, and say which findings
-are mended upstream.
+are fixed upstream.
 
     python -m studies.tests.findings [WORD ...]
 

@@ -186,7 +186,7 @@ from studies.records import KINDS
 name, _, reports = sys.argv[1:]
 Path("log").open("a").write(name)
 append_record(Path(reports), KINDS["atlas" if name == "c" else "step"], {"made": name}, environment={})
-sys.exit(2 if name == "b" and not Path("mended").exists() else 1 if name == "c" else 0)
+sys.exit(2 if name == "b" and not Path("fixed").exists() else 1 if name == "c" else 0)
 """
 
 
@@ -207,7 +207,7 @@ def test_an_interrupted_run_goes_on_and_its_records_take_the_place_of_the_old_on
 
     (failure,) = records.make(parts, shards)
     assert "[2/3] python make.py b --reports reports: status 2" in failure
-    (tmp_path / "mended").touch()
+    (tmp_path / "fixed").touch()
     assert records.make(parts, shards) == []
     assert (tmp_path / "log").read_text() == "abcb"
     printed = capsys.readouterr().out

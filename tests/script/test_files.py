@@ -112,7 +112,7 @@ def test_a_users_loop_is_copied_as_it_is(mine):
 def test_a_users_loop_that_does_not_stand_alone_is_imported_from_its_file(mine, text, tmp_path):
     """In another working directory, where neither the suite nor JAX can be imported.
 
-    Then mended.
+    Then fixed.
     """
     mine.write_text(text)
     (tmp_path / "helper.py").write_text("")
@@ -231,7 +231,7 @@ def train(run):
 
 
 @pytest.mark.parametrize(
-    ("assumes", "fault", "mended", "printed"),
+    ("assumes", "fault", "fixed", "printed"),
     [
         (
             (),
@@ -253,13 +253,13 @@ def train(run):
         ),
     ],
 )
-def test_calls_of_a_scheduler_or_scaler_are_counted(mine, assumes, fault, mended, printed):
+def test_calls_of_a_scheduler_or_scaler_are_counted(mine, assumes, fault, fixed, printed):
     mine.write_text(CALLS.format(assumes=assumes, call=fault))
     violation = violation_of(resolve_loop("mine.py:train"), Case(LINEAR, Plan((1, 2, 1), 3, 2)))
     assert violation.diagnosis == "step-per-micro-batch"
     script = script_of("mine.py:train", violation)
     assert script.count(fault) == 1
-    faulty, right = (run_alone(text) for text in (script, script.replace(fault, mended)))
+    faulty, right = (run_alone(text) for text in (script, script.replace(fault, fixed)))
     assert (faulty.status, right.status) == (1, 0)
     assert f"{printed} times per epoch, of 3 micro-batches and 1 window(s)\n" in faulty.output
 

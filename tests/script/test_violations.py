@@ -120,11 +120,11 @@ def assert_script_is_right(loop, case, problem=None):
     # a user's file imports the suite for its Problem
     violation, missing = violation_of(loop, case, problem), ("tests", "jax") if problem else SUITE
     faulty = run_alone(script_text(loop, "planted", violation, problem=problem), missing=missing)
-    mended = run_alone(script_text(plain, "planted", violation, problem=problem), missing=missing)
+    fixed = run_alone(script_text(plain, "planted", violation, problem=problem), missing=missing)
     assert (faulty.status, faulty.errors) == (1, "")
-    assert (mended.status, mended.errors) == (0, "")
+    assert (fixed.status, fixed.errors) == (0, "")
     assert faulty.output.endswith("the fault is there\n")
-    assert mended.output.endswith("the fault is gone\n")
+    assert fixed.output.endswith("the fault is gone\n")
     if violation.evidence is not None:
         assert "the gradient differs from OBSERVED by at most 0\n" in faulty.output
         assert f"{violation.parameter}: " in faulty.output
@@ -260,7 +260,7 @@ def test_a_users_problem_is_imported(loop, name, options, users_file):
 
 
 @pytest.mark.parametrize(
-    ("name", "faulty", "mended"),
+    ("name", "faulty", "fixed"),
     [
         ("CENTRED", ".std(correction=0)", ".abs().mean()"),
         ("SAME_VALUE", "out.mean().detach())  #", "0)  #"),
@@ -270,7 +270,7 @@ def test_a_users_problem_is_imported(loop, name, options, users_file):
         ("NORMALIZED", "torch.nn.BatchNorm1d(1)", "torch.nn.Tanh()"),
     ],
 )
-def test_an_objective_that_is_no_sum_over_items(name, faulty, mended, users_file):
+def test_an_objective_that_is_no_sum_over_items(name, faulty, fixed, users_file):
     problem = resolve_problem(f"{users_file}:{name}")
     plan = Plan((1, 2), 2) if name == "NORMALIZED" else Plan((2, 3), 2)
     violation = violation_of(plain, Case(f"{users_file}:{name}", plan), problem)
@@ -278,5 +278,5 @@ def test_an_objective_that_is_no_sum_over_items(name, faulty, mended, users_file
     assert PROBLEMS.count(faulty) == 1
     text = script_text(plain, "plain", violation, problem=problem)
     assert run_alone(text, missing=("tests", "jax")).status == 1
-    users_file.write_text(PROBLEMS.replace(faulty, mended))
+    users_file.write_text(PROBLEMS.replace(faulty, fixed))
     assert run_alone(text, missing=("tests", "jax")).status == 0

@@ -48,7 +48,7 @@ def battery(loop, *, dtype="float64", assumes=frozenset(), time_limit_s=None, op
     options = VerifyOptions(dtype=dtype, time_limit_s=time_limit_s, optimizer=optimizer).of(loop)
     search = Search(loop, None, options, None, None, frozenset(assumes) | assumptions_of(loop))
     violation, final = search.on_probes()
-    return SimpleNamespace(violation=violation, final=final, skipped=[*search.skipped])
+    return SimpleNamespace(violation=violation, final=final, skipped=[*search.tally.skipped])
 
 
 FEW = ("set_to_none", "grad_scaler")

@@ -46,13 +46,13 @@ class Fix:
         diagnosis: the name of the fault.
         faulty: slots of the loop with the fault.
         says: words of the fix.
-        mended: slots of the loop that is changed as the fix says.
+        fixed: slots of the loop that is changed as the fix says.
     """
 
     diagnosis: str
     faulty: dict[str, str]
     says: str
-    mended: dict[str, str]
+    fixed: dict[str, str]
 
 
 SKIPS = "if len(window) < k: continue"
@@ -117,14 +117,14 @@ DEFAULT = ("mean-of-means", "tail-dropped")
 )
 def test_a_loop_that_is_changed_as_its_fix_says_holds(fix, tmp_path):
     results = []
-    for name, slots in (("faulty", fix.faulty), ("mended", fix.mended)):
+    for name, slots in (("faulty", fix.faulty), ("fixed", fix.fixed)):
         file = tmp_path / f"{name}.py"
         file.write_text(LOOP.format(**{**SOUND, **slots}))
         spec = importlib.util.spec_from_file_location(name, file)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         results.append(verify(module.train, examples=40, quiet=True))
-    faulty, mended = results
+    faulty, fixed = results
     assert fix.diagnosis in faulty.violation.diagnosis, faulty.violation.explanation
     assert fix.says in faulty.violation.fix
-    assert mended.violation is None, mended.violation.explanation
+    assert fixed.violation is None, fixed.violation.explanation

@@ -115,12 +115,13 @@ def test_what_verdicts_say_is_added_up(run):
     ]
     search.script = lambda at: verdicts[len(at.plan.micro_batches) - 1]
     run(search, [verdict.case for verdict in verdicts])
-    assert (search.cases, search.judged, search.windows, search.ratio) == (5, 2, 5, 0.75)
-    assert dict(search.windows_skipped) == {"far": 3, "odd": 1}
-    assert dict(search.skipped) == {"no such operation": 2}
-    assert [*search.findings] == ["torch and JAX differ"]
-    assert search.moved_by_zeros == ["by zeros"]
-    assert search.users_cases == [case(1), case(2)]
+    tally = search.tally
+    assert (tally.cases, tally.judged, tally.windows, tally.ratio) == (5, 2, 5, 0.75)
+    assert dict(tally.windows_skipped) == {"far": 3, "odd": 1}
+    assert dict(tally.skipped) == {"no such operation": 2}
+    assert [*tally.findings] == ["torch and JAX differ"]
+    assert tally.moved_by_zeros == ["by zeros"]
+    assert tally.users_cases == [case(1), case(2)]
     assert seen == verdicts
     assert search.checks == [(verdict.case, False) for verdict in verdicts]
     assert search.violation is None
@@ -131,7 +132,7 @@ def test_the_case_that_shows_a_fault_is_counted_and_those_of_shrinking_are_not(r
     search = Scripted()
     search.script = names(n3="gradient/clipped", n2="gradient/clipped")
     run(search, [case(4), case(3), case(2), case(1)])
-    assert (search.cases, search.found_after) == (2, 2)
+    assert (search.tally.cases, search.found_after) == (2, 2)
     # named on the case that showed it and on the smallest one, and on no other
     assert search.checks == [
         (case(4), False),
@@ -321,7 +322,7 @@ MANY = [case(1, seed=seed) for seed in range(200)]
 )
 def test_so_many_cases_are_drawn_for_what_a_probe_shows(run, name, options, drawn):
     search = run(_probed(name, **options), MANY, probes=True)
-    assert search.cases == drawn
+    assert search.tally.cases == drawn
     assert search.violation.diagnosis == name
 
 
@@ -336,7 +337,7 @@ def test_a_named_fault_of_weights_is_shown_on_the_ladder(run):
     # the first rung with the same name, before one of the same kind
     assert search.violation.case.plan == Plan((1, 1, 1), 2)
     assert search.violation.diagnosis == "dropped-micro-batch"
-    assert (search.cases, search.found_after) == (0, 0)
+    assert (search.tally.cases, search.found_after) == (0, 0)
     assert [shrinking for _, shrinking in search.checks].count(False) == 1
 
 
@@ -371,7 +372,7 @@ def test_a_rung_of_the_same_kind_keeps_the_probes_name(run):
     assert search.violation.diagnosis == "dropped-micro-batch"
     # where no rung shows it, cases are drawn
     search = run(_probed("dropped-micro-batch"), MANY, probes=True)
-    assert search.cases == 50
+    assert search.tally.cases == 50
     assert is_probe(search.violation.case)
 
 

@@ -32,7 +32,7 @@ from gradcheck_suite.run.runner import run_loop
 from gradcheck_suite.verification import ahead, search
 from gradcheck_suite.verification import judge_process as judges
 from gradcheck_suite.verification.ahead import Run, answer_to
-from gradcheck_suite.verification.check import check, terms_of
+from gradcheck_suite.verification.check import check, rules_of
 from gradcheck_suite.verification.judge_process import running_judge, second_process
 from gradcheck_suite.verification.second_opinion import second_opinion
 from studies.zoo import BUGS
@@ -124,7 +124,7 @@ def test_a_fault_of_some_drawn_cases_is_found_where_it_is(monkeypatch, second):
 def test_it_says_nothing_but_that_a_run_holds(second):
     case = Case(LINEAR, Plan((1, 3, 2), 2))
     for loop, holds in ((BUILT_IN["plain"], True), (BUGS["mean-of-means"].loop, False)):
-        run = Run(case, run_loop(loop, generated_instance(case)), terms_of(loop))
+        run = Run(case, run_loop(loop, generated_instance(case)), rules_of(loop))
         answer = answer_to(run)
         assert (answer is not None) == holds == check(loop, case).holds
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import reduce
+from itertools import repeat
 from typing import Any
 
 import jax.numpy as jnp
@@ -347,17 +348,17 @@ def _register_upsampling(name: str, n: int, resized: Resized, *, aligns: bool = 
     ) -> Array:
         for i, factor in enumerate(factors):
             axis = x.ndim - n + i
-            out = (
-                output_size[i]
-                if output_size is not None
-                else math.floor(x.shape[axis] * (factor or 1))
-            )
+            if output_size is not None:
+                out = output_size[i]
+            else:
+                out = math.floor(x.shape[axis] * (1 if factor is None else factor))
             x = resized(x, axis, out, align_corners, factor)
         return x
 
     def default(self: Array, output_size: Any, *arguments: Any) -> Array:
         corners, scales = (arguments[0], arguments[1:]) if aligns else (False, arguments)
-        return over_axes(self, output_size, corners, [*scales, *[None] * (n - len(scales))])
+        factors = [*scales, *repeat(None, n - len(scales))]
+        return over_axes(self, output_size, corners, factors)
 
     # torch decomposes some of these, into several times as many operations
     def vec(input: Array, output_size: Any, *arguments: Any) -> Array:

@@ -301,6 +301,15 @@ def _clamp_with_shared_ties(x: Array, low: Any, high: Any, *, numbers: bool) -> 
     return with_derivatives(value, (x, of_x), (low, of_low), (high, of_high))
 
 
+def _clamp_between_tensors(x: Array, low: Array, high: Array) -> Array:
+    value = jnp.minimum(jnp.maximum(x, low), high)
+    from_low = (x < low) & (low < high)
+    from_high = (x > high) | (high < low)
+    return with_derivatives(
+        value, (x, (x >= low) & (x <= high)), (low, from_low), (high, from_high)
+    )
+
+
 @register_op("aten.clamp", "aten.clamp_min")
 def clamp(self: Array, low: Any = None, high: Any = None) -> Array:
     """Return self clamped to [low, high].
@@ -315,13 +324,9 @@ def clamp(self: Array, low: Any = None, high: Any = None) -> Array:
     if SHARES_TIES and is_float(dtype):
         return _clamp_with_shared_ties(x, low, high, numbers=numbers)
     if low is not None and high is not None and is_float(dtype) and (low.ndim or high.ndim):
-        value = jnp.minimum(jnp.maximum(x, low), high)
-        from_low = (x < low) & (low < high)
-        from_high = (x > high) | (high < low)
-        return with_derivatives(
-            value, (x, (x >= low) & (x <= high)), (low, from_low), (high, from_high)
-        )
+        return _clamp_between_tensors(x, low, high)
     if numbers and is_float(dtype):
+        # torch's gradient at a NaN is 0
         x = jnp.where(jnp.isnan(x), lax.stop_gradient(x), x)
     if low is not None:
         x = jnp.where((x < low) | jnp.isnan(low), low, x)

@@ -284,7 +284,8 @@ def _split(
 
 def _lstm(state: State, x: Array, weights: tuple[Array, ...]) -> State:
     """Return the next (h, c); the gates are input, forget, cell and output."""
-    (h, c), (w_ih, w_hh, b_ih, b_hh, w_hr) = state, _split(weights)
+    h, c = state
+    w_ih, w_hh, b_ih, b_hh, w_hr = _split(weights)
     i, f, g, o = jnp.split(affine(x, w_ih, b_ih) + affine(h, w_hh, b_hh), 4, axis=-1)
     c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
     h = jax.nn.sigmoid(o) * jnp.tanh(c)
@@ -293,7 +294,8 @@ def _lstm(state: State, x: Array, weights: tuple[Array, ...]) -> State:
 
 def _gru(state: State, x: Array, weights: tuple[Array, ...]) -> State:
     """Return the next (h,); the gates are reset, update and new."""
-    (h,), (w_ih, w_hh, b_ih, b_hh, _) = state, _split(weights)
+    (h,) = state
+    w_ih, w_hh, b_ih, b_hh, _ = _split(weights)
     r_x, z_x, n_x = jnp.split(affine(x, w_ih, b_ih), 3, axis=-1)
     r_h, z_h, n_h = jnp.split(affine(h, w_hh, b_hh), 3, axis=-1)
     n = jnp.tanh(n_x + jax.nn.sigmoid(r_x + r_h) * n_h)
@@ -302,7 +304,8 @@ def _gru(state: State, x: Array, weights: tuple[Array, ...]) -> State:
 
 def _rnn(activation: Callable[[Array], Array]) -> Cell:
     def cell(state: State, x: Array, weights: tuple[Array, ...]) -> State:
-        (h,), (w_ih, w_hh, b_ih, b_hh, _) = state, _split(weights)
+        (h,) = state
+        w_ih, w_hh, b_ih, b_hh, _ = _split(weights)
         return (activation(affine(x, w_ih, b_ih) + affine(h, w_hh, b_hh)),)
 
     return cell

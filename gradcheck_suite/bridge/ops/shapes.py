@@ -189,7 +189,9 @@ def histc(self: Array, bins: int = 100, min: Any = 0, max: Any = 0) -> Array:
         low = x.min()
         high = x.max()
         # torch widens an empty range by 1 on both sides
-        low, high = jnp.where(low == high, low - 1, low), jnp.where(low == high, high + 1, high)
+        widening = jnp.where(low == high, 1, 0)
+        low = low - widening
+        high = high + widening
     place = jnp.clip(((x - low) / (high - low) * bins).astype(jnp.int64), 0, bins - 1)
     inside = (x >= low) & (x <= high)
     return jnp.zeros(bins, self.dtype).at[place].add(inside.astype(self.dtype))
