@@ -320,6 +320,8 @@ def _by_loss(
     for j, call in zip(members, calls, strict=True):
         assert call.cotangent is not None
         share = probe.counts[j] if probe.reduction == "mean" else 1.0
+        if not share:
+            continue  # without valid targets, nothing is handed to its items
         handed[probe.plan.items(j).start : probe.plan.items(j).stop] = (
             SMALL_SCALE * float(call.cotangent) / share
         )
