@@ -16,7 +16,7 @@ import pytest
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
-from gradcheck_suite.auditing import judge, sums, weights
+from gradcheck_suite.auditing import evidence, judge, rules, weighing
 from properties.helpers import scaled
 from tests.auditing.running import audited
 
@@ -450,16 +450,18 @@ def test_a_sound_program_is_not_blamed_and_the_fault_of_a_faulty_one_is_named(pr
     assert not said(program)
 
 
-def _blind(members, *_):
-    return sums.Sums()
+def _blind(*_):
+    return rules.Decided()
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "broken", "faulty"),
     [
-        (judge, "judge_sums", _blind, True),
-        pytest.param(weights, "scales", lambda *_: [], True, marks=pytest.mark.full),
-        pytest.param(sums.Members, "moved", lambda *_: True, False, marks=pytest.mark.full),
+        (judge, "decide", _blind, True),
+        pytest.param(weighing, "scales", lambda *_: [], True, marks=pytest.mark.full),
+        pytest.param(
+            evidence.WindowEvidence, "moved", lambda *_: True, False, marks=pytest.mark.full
+        ),
     ],
 )
 def test_a_fault_of_the_audit_is_found_by_the_property(monkeypatch, owner, name, broken, faulty):

@@ -39,6 +39,7 @@ KINDS = {
             Kind("gpu", (*JUDGING, *MEASURING), ("part", "task", "device")),
             Kind("claim", (*JUDGING, *MEASURING, *_own("claims.py"))),
             Kind("zoo", (*JUDGING, *_own("zoo")), ("dtype",)),
+            Kind("zoo-count", (*JUDGING, *_own("zoo")), ("bug",)),
             Kind("calibration", (*JUDGING, *_own("calibration.py", "tally.py")), ()),
             Kind("bridge", JUDGING, ("architecture", "version", "widened")),
             Kind("atlas", (*JUDGING, *_own("atlas.py", "atlas_points.py")), ()),

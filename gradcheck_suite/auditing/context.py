@@ -41,15 +41,17 @@ from gradcheck_suite.auditing.recomputation import (
     Asked,
     Part,
     Recomputed,
+    Turn,
     judge_calls_of_program,
     recompute,
+    turn_of,
 )
 from gradcheck_suite.auditing.recorder import Recorder, Running
 from gradcheck_suite.auditing.replay import StepWindow, near
-from gradcheck_suite.auditing.schedule import Schedule
+from gradcheck_suite.auditing.rules import StepFault
+from gradcheck_suite.auditing.schedule import AGAIN, Schedule
 from gradcheck_suite.auditing.stopping import StoppedOnViolation, Terminated, in_words
 from gradcheck_suite.auditing.strays import Strays
-from gradcheck_suite.auditing.sums import StepFault
 from gradcheck_suite.auditing.terms import Reader, declare
 from gradcheck_suite.auditing.told import Told, tell
 from gradcheck_suite.auditing.weighing import violation_of
@@ -741,6 +743,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         """Return what was recorded since the last step."""
         events = self._events
         self._events = []
+        self._recorder.read(events)
         settle(events)
         for key, known in self._recorder.parameters.items():
             self._dtypes.setdefault(key, known.dtype)
@@ -808,62 +811,11 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
     @preserve_rng()
     def _recompute(self, window: StepWindow) -> None:
         violation = self._judge.of_last_step()
-        used = self._judge.used
-        own = {
-            i: 1.0 for i, seen in window.passes.items() if not window.seen[i] and not seen.by_hand
-        }
-        weights = (
-            own
-            if violation is not None and not violation.weights
-            else {i: c for (_, i), c in used.items()}
-        )
-        # what arrived holds the repetitions already
-        if violation is not None and (
-            violation.diagnosis == "repeated-micro-batch" or _is_rescaled_each_time(window)
-        ):
-            return
-        # of a loss that each pass has as a whole, no weight of a pass is the right one
-        if violation is not None and _is_of_weights_alone(violation):
-            return
-        if window.copies:
-            said = (
-                "a window was not computed again: the optimizer steps on copies of the parameters"
-            )
-            self._judge.note(finding("copied-parameters", said))
-            return
-        if violation is not None and violation.weights:
-            weights = _righted(violation, weights, window)
+        weights = self._weights_of(window, violation)
         if not weights or window.edit is not None or self._recorder.is_off("the window again"):
             return
-        known = self._recorder.parameters
-        # a hook of the program's own changes what arrives, which matters where the sums are not
-        # known to be wrong
-        hooked = {
-            k
-            for seen in window.passes.values()
-            for r in seen.records
-            for k in r.hooked
-            if violation is None
-        }
-        live = {k: p for k in window.keys if k in known and (p := known[k].reference()) is not None}
-        observed = {
-            id(p): p.grad for k, p in live.items() if p.grad is not None and k not in hooked
-        }
+        asked, ids = self._asked(window, weights, violation)
         with self._alone():
-            passes = {i: seen.records[0] for i, seen in window.passes.items() if i in weights}
-            asked = Asked(
-                [self._running.get(i, Running(record, Reader())) for i, record in passes.items()],
-                [weights[i] for i in passes],
-                window.factor or 1.0,
-                observed,
-                violation is not None,
-                self._functions,
-                {
-                    id(p): line
-                    for k, p in live.items()
-                    if (line := self._recorder.used_at.get(k)) is not None
-                },
-            )
             found = recompute(asked)
         self._note_recomputed(found, window.optimizer)
         if found.how is not None:
@@ -876,12 +828,82 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if violation is not None and found.error is not None:
             self._judge.note_size(window.number, found.error)
         elif found.name is not None:
-            key = next((k for k, p in live.items() if id(p) == found.parameter), None)
+            key = next((k for k, i in ids.items() if i == found.parameter), None)
             name = None if key is None else self._name_of(key)
             last = window.passes[max(window.passes)].site
             step_fault = StepFault(found.name, found.sentence, causes=found.causes)
             fault = violation_of(step_fault, window, last, name)
             self._judge.add(replace(fault, error=found.error, allowed=found.allowed))
+
+    def _weights_of(self, window: StepWindow, violation: Violation | None) -> dict[int, float]:
+        """Return the passes of a window that are in its gradient, or should be, and the right weight
+        of each; none where it cannot be computed again.
+        """
+        if violation is not None:
+            # what arrived holds the repetitions already; of a loss that each pass has as a whole,
+            # no weight of a pass is the right one
+            is_repeated = violation.diagnosis == "repeated-micro-batch"
+            if is_repeated or _is_rescaled_each_time(window) or _is_of_weights_alone(violation):
+                return {}
+        if window.copies:
+            said = (
+                "a window was not computed again: the optimizer steps on copies of the parameters"
+            )
+            self._judge.note(finding("copied-parameters", said))
+            return {}
+        used = {i: c for (_, i), c in self._judge.used.items()}
+        if violation is None:
+            return used
+        if violation.weights:
+            return _righted(violation, used, window)
+        own = (i for i, seen in window.passes.items() if not window.seen[i] and not seen.by_hand)
+        return dict.fromkeys(own, 1.0)
+
+    def _asked(
+        self, window: StepWindow, weights: Mapping[int, float], violation: Violation | None
+    ) -> tuple[Asked, dict[int, int]]:
+        """Return what is asked of a window that is computed again, and the id of each parameter by
+        its key.
+        """
+        known = self._recorder.parameters
+        live = {k: p for k in window.keys if k in known and (p := known[k].reference()) is not None}
+        hooked = set[int]()
+        if violation is None:
+            # a hook of the program's own changes what arrives, which matters where the sums are not
+            # known to be wrong
+            for seen in window.passes.values():
+                hooked.update(*(record.hooked for record in seen.records))
+        observed = {
+            id(p): p.grad for k, p in live.items() if p.grad is not None and k not in hooked
+        }
+        lines = self._recorder.used_at
+        passes = {i: seen.records[0] for i, seen in window.passes.items() if i in weights}
+        ids = {key: id(parameter) for key, parameter in live.items()}
+        asked = Asked(
+            [self._running.get(i, Running(record, Reader())) for i, record in passes.items()],
+            [weights[i] for i in passes],
+            window.factor or 1.0,
+            observed,
+            violation is not None,
+            self._functions,
+            {i: lines[key] for key, i in ids.items() if key in lines},
+            None if violation is not None else self._turn(window, [*passes], ids),
+        )
+        return asked, ids
+
+    def _turn(
+        self, window: StepWindow, passes: Sequence[int], ids: Mapping[int, int]
+    ) -> Turn | None:
+        """Return the one pass that is computed again in place of all; None for all of them.
+
+        The first windows are computed again as a whole, and each later one as a whole where its
+        pass differs. All passes have their turn.
+        """
+        before = self._schedule.again[window.optimizer] - AGAIN
+        if before < 0 or len(passes) < 2 or self._doubts or self._is_of_kept:
+            return None
+        arrived = [window.passes[i].arrived for i in passes]
+        return turn_of(before % len(passes), arrived, ids)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:

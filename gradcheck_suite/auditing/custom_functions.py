@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ LEAST = 1e-3
 """Relative difference of a derivative that is not looked at: a function may compute in float32."""
 BY_CHANCE = 0.1
 """The share of a gradient's norm that passes where an output in float32 stands still, by its rounding: 1% of them."""
+VARIED = 0.05
+"""Least spread of the multiples of a gradient that is passed where an output is constant, for which it is no purpose:
+rounding in float32 spreads those of a straight-through estimator by less than 1e-5 of them."""
 STABLE = 3.0
 """Least ratio of a fault to the largest difference between the derivatives of two step sizes."""
 STEPS = (0.1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
@@ -42,6 +46,10 @@ LARGEST = 2**23
 JITTER = 1e-3
 """Relative distance by which inputs are moved first: recorded ones often lie at kinks, such as the zeros of a ReLU."""
 CONSTANT = "it passes a gradient where its output is constant, as a straight-through estimator does"
+IGNORES = (
+    "its backward gives a gradient where the one of its output is 0: it is right only for the"
+    " gradient that it expects, such as 1"
+)
 IDENTITY = "it returns its input and changes the gradient of it"
 JUMPS = "its backward is not the derivative of its forward, which jumps or bends near by"
 GIVEN = "the forward that makes its class gives it values"
@@ -354,13 +362,19 @@ def _of_argument(
             ratios.append(found)
     if len(ratios) < 2:
         return FunctionReport(name, note=notes[0] if notes else "")
-    same = max(ratios) - min(ratios) <= LEAST * abs(ratios[0])
-    what = f"{ratios[0]:.3g} times the derivative" if same else "not the derivative"
     return FunctionReport(
         name,
-        f"with respect to argument {index} it is {what}",
+        f"with respect to argument {index} it is {_compared_as(ratios)}",
         error=max(abs(r - 1) for r in ratios),
     )
+
+
+def _compared_as(ratios: Sequence[float]) -> str:
+    """Return in words what `backward` is, by what it gives over the derivative along each line."""
+    if math.inf in ratios:
+        return "not 0 where its output is constant; elsewhere it is the derivative"
+    same = max(ratios) - min(ratios) <= LEAST * abs(ratios[0])
+    return f"{ratios[0]:.3g} times the derivative" if same else "not the derivative"
 
 
 class _Line:
@@ -430,9 +444,57 @@ class _Line:
         still = self.backward([c * ~m for c, m in zip(self.cotangents, moving, strict=True)])
         if whole is None or still is None or not torch.isfinite(whole).all():
             return None
+        least = LEAST if still.dtype == torch.float64 else BY_CHANCE
         # in float32 a few elements stand still by chance at every step
-        if still.norm() > (LEAST if still.dtype == torch.float64 else BY_CHANCE) * whole.norm():
+        if still.norm() > least * whole.norm():
+            return self._where_constant(still, whole, moving, slopes)
+        return self._where_moving(still, whole, moving, slopes)
+
+    def _where_constant(
+        self,
+        still: torch.Tensor,
+        whole: torch.Tensor,
+        moving: Sequence[torch.Tensor],
+        slopes: Sequence[Sequence[torch.Tensor]],
+    ) -> float | str:
+        """Say of a function that passes a gradient where its output is constant whether that is on
+        purpose.
+
+        A straight-through estimator passes the gradient as it is, or one multiple of it. A function
+        that has its derivative where it moves, and another multiple at each place where it does
+        not, has forgotten a part of its domain.
+
+        Returns:
+            what `backward` gives over the derivative, infinite, where that is no purpose; else
+            words.
+        """
+        if self._of_no_gradient() and any(each.any() for each in moving):
+            return IGNORES
+        if (
+            len(self.outputs) != 1
+            or self.outputs[0].shape != self.leaf.shape
+            or not moving[0].any()
+        ):
             return CONSTANT
+        passed = ~moving[0] & (still != 0)
+        multiples = (still[passed] / self.cotangents[0][passed]).double()
+        if float(multiples.std(correction=0)) <= VARIED * float(multiples.abs().max()):
+            return CONSTANT
+        return math.inf if self._where_moving(still, whole, moving, slopes) is None else CONSTANT
+
+    def _of_no_gradient(self) -> bool:
+        """Return whether `backward` gives something for a gradient of zeros."""
+        found = self.backward([torch.zeros_like(c) for c in self.cotangents])
+        return found is not None and bool(found.any())
+
+    def _where_moving(
+        self,
+        still: torch.Tensor,
+        whole: torch.Tensor,
+        moving: Sequence[torch.Tensor],
+        slopes: Sequence[Sequence[torch.Tensor]],
+    ) -> float | str | None:
+        """Compare `backward` with the derivative at the elements of the output that move."""
         cotangents = [c * m for c, m in zip(self.cotangents, moving, strict=True)]
         along = [
             float(

@@ -15,7 +15,9 @@ from gradcheck_suite.auditing.loss_terms import Term
 from gradcheck_suite.auditing.places import Loop, Place
 
 if TYPE_CHECKING:
+    from gradcheck_suite.auditing.recorder import HookedGradient
     from gradcheck_suite.auditing.samples import Raw
+    from gradcheck_suite.auditing.terms import PendingTerm
 
 NONE = "none"
 KEPT = "kept"
@@ -59,6 +61,8 @@ class PassRecord:
             known.
         reset: where the first gradient was let go since the last pass; None where none was.
         clocks: what moves with the steps -> a checksum: the schedules, the averages of parameters.
+        unread: the terms whose numbers were not read yet, which could wait for a device.
+        unread_hooks: the changes of gradients by hooks, likewise.
     """
 
     place: Place
@@ -81,6 +85,8 @@ class PassRecord:
     loop: Loop | None = None
     reset: Place | None = None
     clocks: dict[str, int] = field(default_factory=dict)
+    unread: list[PendingTerm] = field(default_factory=list)
+    unread_hooks: list[HookedGradient] = field(default_factory=list)
 
     @property
     def by_hand(self) -> bool:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from typing import TypeVar
 
@@ -20,16 +21,30 @@ import numpy as np
 
 from gradcheck_suite.auditing import weights as reading_weights
 from gradcheck_suite.auditing.events import BY_HAND, Event, Gap, PassRecord, StepRecord
+from gradcheck_suite.auditing.evidence import (
+    Discards,
+    History,
+    WindowEvidence,
+    columns_of,
+    evidence_of,
+)
 from gradcheck_suite.auditing.places import Loop, Place, lines_with
 from gradcheck_suite.auditing.replay import Replay, Seen, Source, StepWindow, near
+from gradcheck_suite.auditing.rules import Decided, E, Held, Need, Sighting, StepFault, decide
+from gradcheck_suite.auditing.step_rules import (
+    OF_COPIES,
+    PER_PASS,
+    STEP_ALONE,
+    STEP_RULES,
+    STEPPED,
+    StepEvidence,
+)
 from gradcheck_suite.auditing.sums import (
+    ALL_RESET,
+    LIKENESS,
     MOST_LEFT,
-    OF_SUMS,
-    Members,
-    StepFault,
-    is_alike,
-    judge_sums,
-    tail_dropped,
+    RULES,
+    TAIL,
     used_of,
     weigh_one,
 )
@@ -59,69 +74,17 @@ FEWEST_TOGETHER = 3
 In two windows, a coefficient that is annealed may look like a division by K.
 """
 BOTH = "sums and weights"
-MASTERS = (
-    "written-gradient",
-    (
-        "the gradients of this step were written by hand to parameters that no backward pass"
-        " reaches (master copies, `torch.func`, forward mode, a backward that is called in C++)"
-    ),
-    (
-        "where they are copies, give each one the gradient of one parameter (`copy.grad ="
-        " p.grad.float()`), or step on the module's own parameters while the script is audited; in"
-        " place of `torch.func.grad` call `torch.autograd.grad`"
-    ),
-)
-UNSEEN = (
-    "unseen-pass",
-    (
-        "`.grad` has a gradient that no backward pass started from Python has brought: the program"
-        " has put it there (from another copy of the model, from a checkpoint), it came from C++"
-        " (TorchScript, an extension), or stood there when the audit began"
-    ),
-    "call `backward` from Python, and open the audit before the first pass",
-)
-ZERO = (
-    "flat-copies",
-    "DeepSpeed's ZeRO steps on flat copies of its own, which no backward pass reaches",
-    "audit the script with `zero_optimization.stage` 0: the losses weigh the same there",
-)
-"""Why a step on copies could not be judged: the name of the reason, what was seen, and what to do."""
 COMPOSED = (
     "gradients of backward passes are kept, reset, and put together again by the program: its step"
     " is on what it wrote, so their sum is not judged; the weights of each of these gradients are"
 )
 LOST = "dropped-micro-batch", "reset-inside-window"
 """What one window may show before another one tells that gradients are put together by hand."""
-ORPHANS = finding(
-    "unstepped-parameters",
-    "no parameter that backward reached is in an optimizer that steps: was the model copied, moved"
-    " or replaced after the optimizer was made?",
-    remedy="",
-)
+ORPHANS = STEPPED.found
 """Why a step has no pass, where there were some."""
 UNREAD = finding("unread-weights", "the weights of its losses could not be read")
 FEWEST_SHARES = 2
 """Micro-batches from which on coefficients that add up to 1 are shares; two tasks may well be weighted so."""
-UNTOLD = (
-    "too-few-elements",
-    (
-        "`.grad` is put together by hand, or was reset and edited: the model has too few elements"
-        " for so many micro-batches, or their gradients are too much alike in its dtype, to tell"
-        " which of them are in it"
-    ),
-    "audit the script with fewer micro-batches in a window, or in float32",
-)
-"""Why a sum made by hand could not be judged: the name of the reason, what was seen, and what to do."""
-
-UNLIKE = (
-    "unlike-gradient",
-    (
-        "`.grad` is put together by hand, or was reset and edited: no sum of what the backward"
-        " passes of the window have brought explains most of it"
-    ),
-    "let the optimizer step on what backward has left in `.grad`, where it should",
-)
-"""The same, and what to do, where something else stands there, or noise hides it."""
 
 
 def _unite(united: United, violations: Iterable[Violation]) -> None:
@@ -160,6 +123,21 @@ def _order(violation: Violation) -> float:
 def _number_of(line: str) -> int:
     """Return the number of `file:line`."""
     return int(line.rpartition(":")[2])
+
+
+@dataclass
+class PlaceCount:
+    """What became of the passes of a line.
+
+    Attributes:
+        lost: passes that are not in the gradient of their step.
+        used: passes that are.
+        windows: windows that have some.
+    """
+
+    lost: int = 0
+    used: int = 0
+    windows: int = 0
 
 
 T = TypeVar("T")
@@ -242,9 +220,10 @@ class Judge:
         self._configured: dict[int, int] = {}
         self._grown: dict[int, int] = {}
         self._stepped_in: dict[int, Loop | None] = {}
+        self._discards: defaultdict[int, Discards] = defaultdict(Discards)
         self._singles: Counter[int] = Counter()
         self._windows: Counter[int] = Counter()
-        self._places: dict[tuple[int, Place], list[int]] = {}
+        self._places: dict[tuple[int, Place], PlaceCount] = {}
         self._of_first: set[tuple[int, Place]] = set()
         self._tasks: dict[tuple[int, str], Counter[frozenset[int]]] = {}
         self._united: United = {}
@@ -463,56 +442,20 @@ class Judge:
         self._of_step = []
         optimizer = window.optimizer
         self.has_copies = self.has_copies or window.copies
-        self._reached[optimizer] |= {
-            key for key, now in window.step.gradients.items() if now is not None
-        }
-        self._reached[optimizer] |= {
-            k for seen in window.passes.values() for r in seen.records for k in r.arrivals
-        }
-        if any(step.has_unseen for step in steps):
-            self._skip(window, *UNSEEN)
+        self._note_reached(window)
+        if not self._judge_step(window, has_unseen=any(step.has_unseen for step in steps)):
             return
-        if not window.passes and (
-            window.edit == "all reset" or not any(window.coefficients.values())
-        ):
-            self._judge_without_passes(window)
-            return
-        if optimizer not in self._last:
-            self._note_listed(window)
-            # a program that has ended has let its modules go, and their names with them
-            self._names([key for key, now in window.step.gradients.items() if now is None])
-        self._judge_replaced(window)
         if optimizer in self._emptied:
             self._judge_emptied(optimizer)
         self._last[optimizer] = window
         if window.step.steps is not None:
             self._configured[optimizer] = window.step.steps
-        members = Members(window)
-        self._note_clocks(members)
-        required = members.required or list(window.passes)
-        self._windows[optimizer] += 1
-        told = {index: seen for index, seen in window.passes.items() if not members.is_null(index)}
-        for site in {str(seen.site) for index, seen in window.passes.items() if index not in told}:
-            said = "every gradient that goes backward here is exactly 0"
-            self._notes[finding("zero-gradient", said, site)] += 1
-        for index, seen in told.items():
-            self._places.setdefault((optimizer, seen.site), [0, 0, 0])[
-                bool(members.is_in(index))
-            ] += 1
-        for place in {seen.site for seen in told.values()}:
-            self._places[optimizer, place][2] += 1
-        if window.first:
-            self._of_first |= {
-                (optimizer, seen.site) for index, seen in told.items() if members.is_in(index)
-            }
-        if required and all(members.is_in(i) for i in required):
-            number = len(required)
-            lengths = self._lengths[optimizer]
-            grows = number >= max(lengths, default=0) and self._grown.get(optimizer, 1)
-            self._grown[optimizer] = number if grows else 0
-            lengths[number] += 1
-        self._note_parts(members)
-        used = self._judge_sums(members) if self._judges_sums else self._assumed(window)
+        evidence = evidence_of(window)
+        self._note_clocks(evidence)
+        self._note_places(evidence)
+        self._note_length(evidence)
+        self._note_parts(evidence)
+        used = self._judge_sums(evidence) if self._judges_sums else self._assumed(window)
         if used is None:
             return
         self.used = used
@@ -521,13 +464,89 @@ class Judge:
             self._read(window, used)
         else:
             self._mark_read({window.number})
-        self._singles[optimizer] = self._singles[optimizer] + 1 if len(required) == 1 else 0
-        if self._given is not None and self._given > 1 and self._singles[optimizer] == 3:
-            fault = OF_SUMS["step per pass"]
-            self._violate(replace(fault, sentence=fault.sentence.format(steps=self._given)), window)
+        is_single = len(evidence.required or evidence.indices) == 1
+        self._singles[optimizer] = self._singles[optimizer] + 1 if is_single else 0
+        self._violate_all(decide([PER_PASS], self._step_evidence(window)), window)
 
-    def _skip(self, window: StepWindow, name: str, reason: str, remedy: str) -> None:
-        part = Unknown(BOTH, str(window.where), reason, remedy, name=name)
+    def _note_reached(self, window: StepWindow) -> None:
+        """Note at which parameters of the optimizer a gradient was."""
+        reached = self._reached[window.optimizer]
+        reached |= {key for key, now in window.step.gradients.items() if now is not None}
+        for seen in window.passes.values():
+            reached.update(*(record.arrivals for record in seen.records))
+
+    def _step_evidence(self, window: StepWindow, *, has_unseen: bool = False) -> StepEvidence:
+        return StepEvidence(
+            window,
+            self._last.get(window.optimizer),
+            [seen for index, seen in self._replay.passes.items() if index >= window.before],
+            has_unseen,
+            self._replay.is_stepped,
+            self._given,
+            self._singles[window.optimizer],
+        )
+
+    def _judge_step(self, window: StepWindow, *, has_unseen: bool) -> bool:
+        """Judge a step by itself, and return whether there are passes whose sum is to be judged."""
+        evidence = self._step_evidence(window, has_unseen=has_unseen)
+        decided = decide(STEP_RULES, evidence)
+        if decided.missing is not None:
+            self.has_copies = self.has_copies or decided.missing in OF_COPIES
+            self._skip(window, decided.missing)
+        if decided.missing is None and not evidence.is_empty and evidence.last is None:
+            self._note_listed(window)
+            # a program that has ended has let its modules go, and their names with them
+            self._names([key for key, now in window.step.gradients.items() if now is None])
+        self._violate_all(decided, window)
+        return decided.missing is None and not evidence.is_empty
+
+    def _violate_all(self, decided: Decided[E], window: StepWindow) -> None:
+        for one in decided.held:
+            where = one.seen.where
+            self._violate(
+                one.rule.fault(one.seen), window, where if isinstance(where, Place) else None
+            )
+
+    def _note_places(self, evidence: WindowEvidence) -> None:
+        """Note from which lines passes came, and whether they are in the gradient."""
+        window = evidence.window
+        optimizer = window.optimizer
+        told = np.flatnonzero(~evidence.null).tolist()
+        for site in {str(place) for place in evidence.places(columns_of(evidence.null))}:
+            said = "every gradient that goes backward here is exactly 0"
+            self._notes[finding("zero-gradient", said, site)] += 1
+        for column in told:
+            place = evidence.pass_of(column).site
+            count = self._places.setdefault((optimizer, place), PlaceCount())
+            if evidence.in_sum[column]:
+                count.used += 1
+            else:
+                count.lost += 1
+            if window.first and evidence.in_sum[column]:
+                self._of_first.add((optimizer, place))
+        for place in evidence.places(told):
+            self._places[optimizer, place].windows += 1
+
+    def _note_length(self, evidence: WindowEvidence) -> None:
+        """Count a window, and its passes where none is missing."""
+        optimizer = evidence.window.optimizer
+        self._windows[optimizer] += 1
+        required = evidence.required or range(len(evidence.indices))
+        if not required or not evidence.in_sum[list(required)].all():
+            return
+        number = len(required)
+        lengths = self._lengths[optimizer]
+        grows = number >= max(lengths, default=0) and self._grown.get(optimizer, 1)
+        self._grown[optimizer] = number if grows else 0
+        lengths[number] += 1
+
+    def _skip(self, window: StepWindow, need: Need[E]) -> None:
+        """Say why a step is not judged."""
+        found = need.found
+        if need in STEP_ALONE:
+            self.skipped[window.number] = found
+            return
+        part = Unknown(BOTH, str(window.where), found.sentence, found.remedy, name=found.name)
         self._unknown[part] += 1
         self.skipped[window.number] = part.found
 
@@ -543,59 +562,6 @@ class Judge:
             follows = self.counted[-1].stop == number
             begin = self.counted.pop().start if follows else number
             self.counted.append(range(begin, number + 1))
-
-    def _judge_without_passes(self, window: StepWindow) -> None:
-        """Judge a step to which nothing went backward."""
-        given = [one for one in window.step.gradients.values() if isinstance(one, np.ndarray)]
-        if any(map(size, given)):
-            self.has_copies = True
-            self._skip(
-                window, *(ZERO if (window.step.trainer or "").startswith("deepspeed") else MASTERS)
-            )
-        elif given and any(
-            isinstance(one, np.ndarray) and size(one) > 0 for one in window.step.moved.values()
-        ):
-            self._violate(OF_SUMS["step on zeros"], window)
-        elif not self._judge_replaced(window):
-            self._note_idle(window)
-
-    def _note_idle(self, window: StepWindow) -> None:
-        """Say why a step has nothing to be judged: it has no pass, and no gradient."""
-        since = [seen for index, seen in self._replay.passes.items() if index >= window.before]
-        keys = {key for seen in since for key in seen.records[0].arrivals}
-        if window.step.frozen.issuperset(window.keys):
-            self.skipped[window.number] = finding(
-                "frozen-parameters",
-                "every parameter of the optimizer is frozen (`requires_grad` is False)",
-            )
-        elif keys and not self._replay.is_stepped(keys):
-            self.skipped[window.number] = ORPHANS
-        else:
-            self.skipped[window.number] = finding(
-                "no-pass", "nothing went backward to this optimizer since its last step"
-            )
-
-    def _judge_replaced(self, window: StepWindow) -> bool:
-        """Judge parameters that others have replaced between backward and the step.
-
-        Return whether there are some.
-        """
-        last = self._last.get(window.optimizer)
-        if last is None or {*window.keys} <= {*last.keys}:
-            return False
-        since = [seen for index, seen in self._replay.passes.items() if index >= window.before]
-        new = min({*window.keys} - {*last.keys})
-        old = {*last.keys} - {*window.keys}
-        replaced = any(seen.has(old) for seen in since)
-        if replaced:
-            sentence = (
-                "parameters were replaced between backward and the step, and their gradient is on"
-                " the old ones"
-            )
-            self._violate(
-                replace(OF_SUMS["all reset"], sentence=sentence, key=new), window, since[-1].site
-            )
-        return replaced
 
     def _note_listed(self, window: StepWindow) -> None:
         """Note parameters that an optimizer moves more than once in a step."""
@@ -614,21 +580,13 @@ class Judge:
                 " part of the gradient, and the optimizer moves that memory once for each"
             )
             self._notes[finding("overlaid-parameters", said, window.step.place)] += 1
-        if overlapping := window.step.overlapping:
-            sentence = (
-                "their `.grad` lie over the same memory, so that what arrives at one is added to"
-                " the others"
-            )
-            self._violate(
-                replace(OF_SUMS["not a sum"], sentence=sentence, keys=overlapping), window
-            )
 
-    def _note_clocks(self, members: Members) -> None:
+    def _note_clocks(self, evidence: WindowEvidence) -> None:
         """Note what moves with every micro-batch of a window, where the optimizer steps once per
         window.
         """
-        window = members.window
-        clocks = [window.passes[index].records[0].clocks for index in members.required]
+        window = evidence.window
+        clocks = [evidence.record(column).clocks for column in evidence.required]
         for what in set.intersection(*map(set, clocks)) if len(clocks) > 1 else ():
             if all(one[what] != other[what] for one, other in pairwise(clocks)):
                 self._moving[what].append(window.number)
@@ -641,15 +599,14 @@ class Judge:
         if line and scaled and edited and (not unscaled or _number_of(unscaled) > _number_of(line)):
             self._clipped.add(line)
 
-    def _note_parts(self, members: Members) -> None:
+    def _note_parts(self, evidence: WindowEvidence) -> None:
         """Note parameters that get a gradient in some passes of a line and in others none."""
-        window = members.window
+        own = {*evidence.window.keys}
         by_site: defaultdict[str, list[set[int]]] = defaultdict(list)
-        for index in members.required:
-            keys = {
-                key for record in window.passes[index].records for key in record.arrivals
-            } & set(window.keys)
-            by_site[str(window.passes[index].site)].append(keys)
+        for column in evidence.required:
+            seen = evidence.pass_of(column)
+            keys = own.intersection(set().union(*(record.arrivals for record in seen.records)))
+            by_site[str(seen.site)].append(keys)
         for site, reached in by_site.items():
             times = Counter(key for keys in reached for key in keys)
             if some := [key for key, number in times.items() if number < len(reached)]:
@@ -675,61 +632,74 @@ class Judge:
         for place in {place for (place, _), modes in seen.items() if len(modes) > 1}:
             self._notes[finding("mixed-modes", said, place)] += 1
 
-    def _judge_sums(self, members: Members) -> Mapping[Source, float] | None:
+    def _judge_sums(self, evidence: WindowEvidence) -> Mapping[Source, float] | None:
         """Judge a window's sums, and return the coefficients by which its weights are read, None
         where they are not.
         """
-        window = members.window
+        window = evidence.window
+        optimizer = window.optimizer
         # without a wrapper, ranks that never reduce may train a model each, as in a sweep
         some_reduced = window.is_reduced or any(seen.reduced for seen in window.passes.values())
         if window.local and not window.step.wrapped and not some_reduced:
             self.ranks_train_apart = True
             return None
-        typical_k = self.typical_k(window.optimizer)
-        longest = max(self._lengths[window.optimizer], default=0)
-        sums = judge_sums(members, typical_k, longest, self._stepped_in.get(window.optimizer))
-        if window.passes:
-            self._stepped_in[window.optimizer] = window.passes[max(window.passes)].records[0].loop
         coefficients = used_of(window)
-        if sums.may_be_right and self._pending_of(window, coefficients).is_right:
-            return coefficients
-        fault = sums.fault or self._of_hooks(window)
-        if sums.excuse:
-            self._notes[sums.excuse] += 1
-        if sums.first_point and self._judges_weights:
-            # the gradient there gives a direction, in which the micro-batches weigh as in the step
-            self._pending[window.optimizer].append(
-                replace(self._pending_of(window, sums.first_point), scaled=False)
-            )
-        if sums.removed:
-            self._removed[window.optimizer].append(sums.removed)
-        if fault is not None:
-            others = {
-                k for seen in window.passes.values() for r in seen.records for k in r.arrivals
-            } - {*window.keys}
-            if fault == OF_SUMS["all reset"] and others:
-                self._emptied[window.optimizer] = window
-            else:
-                self._violate(fault, window)
+        decided = decide(
+            RULES,
+            replace(
+                evidence,
+                history=self._history(optimizer),
+                weighs_rightly=cache(lambda: self._pending_of(window, coefficients).is_right),
+            ),
+        )
+        if window.passes:
+            self._stepped_in[optimizer] = window.passes[max(window.passes)].records[0].loop
+        if decided.missing is not None:
+            if decided.missing.reason == "unlike-gradient":
+                self._forget_alike(optimizer)
+            self._skip(window, decided.missing)
             return None
-        if sums.unlike:
-            self._forget_alike(window.optimizer)
-        hidden = sums.by_hand and window.fit is not None and window.fit.left > MOST_LEFT
-        if sums.untold or (hidden and window.optimizer in self._unlike):
-            self._skip(window, *(UNTOLD if sums.untold and not sums.unlike else UNLIKE))
+        self._note_sums(window, decided)
+        if decided.fault is not None:
+            self._violate_sum(window, decided.fault)
             return None
-        if sums.by_hand or (
-            window.edit == "free" and any(seen.by_hand for seen in window.passes.values())
-        ):
+        lost = len(evidence.lost) if decided.get("whole window") else 0
+        self._discards[optimizer] = self._discards[optimizer].followed_by(lost)
+        if decided.get("copies") or decided.get("results written"):
             window.edit = BY_HAND
             return {}
-        if window.edit == "free":
-            said = (
-                "`.grad` is edited between the last backward pass and the step, which is the"
-                " program's decision"
-            )
-            self._notes[finding("edited-gradient", said, window.step.place)] += 1
         return coefficients
+
+    def _history(self, optimizer: int) -> History:
+        return History(
+            self.typical_k(optimizer),
+            max(self._lengths[optimizer], default=0),
+            self._stepped_in.get(optimizer),
+            self._discards[optimizer],
+            optimizer in self._unlike,
+        )
+
+    def _note_sums(self, window: StepWindow, decided: Decided[WindowEvidence]) -> None:
+        """Note what a window's sum shows beside faults."""
+        for one in decided.findings:
+            if not one.rule.is_silent:
+                self._notes[one.rule.finding(one.seen)] += 1
+            elif one.rule.called == "removed-gradient":
+                self._removed[window.optimizer].append(one.seen.keys)
+            if one.seen.weights and self._judges_weights:
+                # the gradient there gives a direction, in which the micro-batches weigh as in the
+                # step
+                first = replace(self._pending_of(window, one.seen.weights), scaled=False)
+                self._pending[window.optimizer].append(first)
+
+    def _violate_sum(self, window: StepWindow, held: Held[WindowEvidence]) -> None:
+        records = [record for seen in window.passes.values() for record in seen.records]
+        reached = set[int]().union(*(record.arrivals for record in records))
+        if held.rule.name == ALL_RESET.name and reached - {*window.keys}:
+            # an optimizer of the other parameters may step on them yet
+            self._emptied[window.optimizer] = window
+        else:
+            self._violate(held.rule.fault(held.seen), window)
 
     def _forget_alike(self, optimizer: int) -> None:
         """Take back what was read of windows whose gradient looks put together from passes, where
@@ -740,7 +710,7 @@ class Judge:
             fit = one.window.fit
             if fit is not None and not fit.is_exact and fit.left > MOST_LEFT:
                 self._pending[optimizer].remove(one)
-                self._skip(one.window, *UNLIKE)
+                self._skip(one.window, LIKENESS)
         self._weighed.pop(optimizer, None)
 
     def _judge_emptied(self, optimizer: int, *, seen_all: bool = True) -> None:
@@ -758,7 +728,7 @@ class Judge:
         if any(seen.consumers for seen in window.passes.values()):
             self._removed[optimizer].append(window.keys)
         elif seen_all:
-            self._violate(OF_SUMS["all reset"], window)
+            self._violate(ALL_RESET.fault(), window)
             return
         self.skipped[window.number] = finding(
             "gradients-taken-away", "the gradients of its parameters were taken away before it"
@@ -770,28 +740,6 @@ class Judge:
         """
         own = [i for i, seen in window.passes.items() if not window.seen[i] and not seen.by_hand]
         return {(rank, i): 1.0 for i in own for rank in range(self._ranks)}
-
-    def _of_hooks(self, window: StepWindow) -> StepFault | None:
-        hooked: dict[tuple[int, int], bool] = {}
-        for seen in window.passes.values():
-            # a reduction is no fixed factor
-            for rank, record in enumerate(() if seen.by_hooks else seen.records):
-                for key in record.hooked.keys() & set(window.keys):
-                    # between windows a factor may change, as one that warms up does
-                    hooked[rank, key] = (rank, key) not in hooked or (
-                        hooked[rank, key] and record.hooked[key]
-                    )
-                    if key in record.again and not record.hooked[key]:
-                        return replace(OF_SUMS["hook again"], key=key)
-        if not all(hooked.values()):
-            return replace(
-                OF_SUMS["hook"], key=next(key for (_, key), fixed in hooked.items() if not fixed)
-            )
-        if hooked:
-            number = counted(len({key for _, key in hooked}), "parameter")
-            said = f"a hook changes what arrives at {number}, by the same factors in each pass"
-            self._notes[finding("hook-factor", said)] += 1
-        return None
 
     def _read(self, window: StepWindow, used: Mapping[Source, float]) -> None:
         pending = self._pending[window.optimizer]
@@ -854,7 +802,7 @@ class Judge:
         return all(
             (
                 np.ptp(each) <= 1e-2 * size(each)
-                and is_alike(one.window)
+                and evidence_of(one.window).is_alike
                 and weigh_one(one.window, one.coefficients)
             )
             or one.is_right
@@ -889,41 +837,41 @@ class Judge:
         # ones
         if made and optimizer not in self._composed and not self._is_sum(made):
             self._composed.add(optimizer)
-        judged = [
-            each
-            for one in pending
-            for each in (one.kept if optimizer in self._composed else ()) or (one,)
-        ]
-        self._by_hand |= {
-            place_of_loss(one.window, one.window.where)
-            for one in made
-            if optimizer in self._composed
-        }
-        typical_k = self.typical_k(optimizer)
-        declared_k = self._declared_k(optimizer)
+        is_composed = bool(made) and optimizer in self._composed
+        judged = list[Pending]()
+        for one in pending:
+            judged += (one.kept if is_composed else ()) or (one,)
         weighed = self._weighed[optimizer] = judge_weights(
-            judged, typical_k, declared_k, self._ranks, self._name_of
+            judged,
+            self.typical_k(optimizer),
+            self._declared_k(optimizer),
+            self._ranks,
+            self._name_of,
         )
         self._since[optimizer] = 0
         if ended or len(pending) > MOST_WINDOWS:
             weighed.violations += weighed.provisional
             weighed.provisional = []
-        if made and optimizer in self._composed:
+        if is_composed:
+            self._by_hand |= {place_of_loss(one.window, one.window.where) for one in made}
             weighed.notes[finding("composed-gradient", COMPOSED, made[0].window.where)] += len(made)
         if len(pending) > MOST_WINDOWS:
-            # the first windows of a run and the last ones say most about it
-            lost = {
-                one.window.number for one in pending[EVERY : EVERY + len(pending) - MOST_WINDOWS]
-            }
-            forgotten = [violation for violation in weighed.violations if violation.step in lost]
-            weighed.violations = [
-                violation for violation in weighed.violations if violation.step not in lost
-            ]
-            _unite(self._united, forgotten)
-            self._violated |= {v.step for v in forgotten if v.step is not None}
-            self._mark_read(weighed.steps & lost)
-            self._pending[optimizer] = [one for one in pending if one.window.number not in lost]
+            self._let_go(optimizer, weighed)
         _unite(weighed.united, weighed.violations)
+
+    def _let_go(self, optimizer: int, weighed: Weighed) -> None:
+        """Let go of windows that have been judged: the first ones of a run and the last ones say
+        most about it.
+        """
+        pending = self._pending[optimizer]
+        old = pending[EVERY : EVERY + len(pending) - MOST_WINDOWS]
+        lost = {one.window.number for one in old}
+        forgotten = [violation for violation in weighed.violations if violation.step in lost]
+        weighed.violations = [one for one in weighed.violations if one.step not in lost]
+        _unite(self._united, forgotten)
+        self._violated |= {v.step for v in forgotten if v.step is not None}
+        self._mark_read(weighed.steps & lost)
+        self._pending[optimizer] = [one for one in pending if one.window.number not in lost]
 
     def end(self, *, complete: bool) -> None:
         """Judge what only the whole run shows.
@@ -936,34 +884,36 @@ class Judge:
             self._judge_emptied(optimizer, seen_all=complete)
         for optimizer in list(self._pending):
             self._weigh(optimizer, ended=True)
-        somewhere = {place for (_, place), (_, used, _) in self._places.items() if used}
-        covered = Counter[int]()
-        for (optimizer, _), (_, _, windows) in self._places.items():
-            covered[optimizer] += windows
-        for (optimizer, place), (lost, used, windows) in self._places.items():
-            every = self._windows[optimizer]
-            if windows == 1 < every and (optimizer, place) in self._of_first:
-                said = (
-                    "what goes backward here, before the first step and never again, is in its"
-                    " gradient"
-                )
-                self._notes[finding("gradient-before-loop", said, place)] += 1
-            elif lost and not used:
-                if (
-                    place not in somewhere
-                ):  # else another optimizer steps on what goes backward here
-                    said = "what goes backward here is in no step of the whole run"
-                    self._notes[finding("discarded-pass", said, place)] += 1
-            elif (
-                windows < every and covered[optimizer] != every
-            ):  # lines that take turns have each their windows
-                said = f"backward is called here in {windows} of {every} windows"
-                self._notes[finding("occasional-pass", said, place)] += 1
+        self._note_lines()
         self._note_run()
         for optimizer in self._removed:
             self._note_removed(optimizer)
         if complete and self._judges_sums:
             self._tails()
+
+    def _note_lines(self) -> None:
+        """Note lines whose passes are in no step, or in some windows only."""
+        somewhere = {place for (_, place), count in self._places.items() if count.used}
+        covered = Counter[int]()
+        for (optimizer, _), count in self._places.items():
+            covered[optimizer] += count.windows
+        for (optimizer, place), count in self._places.items():
+            every = self._windows[optimizer]
+            if count.windows == 1 < every and (optimizer, place) in self._of_first:
+                said = (
+                    "what goes backward here, before the first step and never again, is in its"
+                    " gradient"
+                )
+                self._notes[finding("gradient-before-loop", said, place)] += 1
+            elif count.lost and not count.used:
+                # else another optimizer steps on what goes backward here
+                if place not in somewhere:
+                    said = "what goes backward here is in no step of the whole run"
+                    self._notes[finding("discarded-pass", said, place)] += 1
+            # lines that take turns have each their windows
+            elif count.windows < every and covered[optimizer] != every:
+                said = f"backward is called here in {count.windows} of {every} windows"
+                self._notes[finding("occasional-pass", said, place)] += 1
 
     def _note_run(self) -> None:
         """Note what moved, was clipped, was alike on all ranks, or got no gradient, over the run."""
@@ -1018,9 +968,7 @@ class Judge:
         loop as deep.
         """
         used = {
-            place
-            for (one, place), (_, times, _) in self._places.items()
-            if one == optimizer and times
+            place for (one, place), count in self._places.items() if one == optimizer and count.used
         }
         here = seen.records[0].loop
         there = self._stepped_in.get(optimizer)
@@ -1048,5 +996,6 @@ class Judge:
             # as many as a window may be one that was discarded on purpose: nothing after it tells
             if left and len(left) != typical_k:
                 window = replace(last, passes=left)
-                violation = violation_of(tail_dropped(len(left)), window, window.where)
+                lost = Sighting({"lost": counted(len(left), "micro-batch")})
+                violation = violation_of(TAIL.fault(lost), window, window.where)
                 self.add(replace(violation, window=None, found_after=None, step=None, stepped=None))

@@ -8,6 +8,9 @@ the rounding errors are measured by `FEW_DRAWS` computations with parameters and
 one unit roundoff, and Student's factor for their number times their root mean square is allowed as
 well (`core.comparison`).
 
+Once some windows were computed again as a whole, one pass of each is, in turn: what arrived in it is
+known by its sample. Where that differs, the window is computed again as a whole.
+
 Blame needs a cause that is seen: another mode in a part of the window, a backward that is not
 linear, inputs or parameters that were written between a call and its backward. What a gradient
 passes outside of the recorded calls is known from its graph, and is not compared. A difference for
@@ -52,7 +55,7 @@ from gradcheck_suite.auditing.module_calls import (
 from gradcheck_suite.auditing.program_state import NotRecomputed
 from gradcheck_suite.auditing.recorder import Running
 from gradcheck_suite.auditing.samples import Fingerprint, is_same, read, sample
-from gradcheck_suite.auditing.vectors import distance
+from gradcheck_suite.auditing.vectors import ELEMENTS, PROJECTIONS, Vector, distance, size
 from gradcheck_suite.core.comparison import (
     DRAWS,
     FEW_DRAWS,
@@ -66,6 +69,7 @@ from gradcheck_suite.core.text import counted
 
 ONE_BATCH = "in one batch"
 BY_MICRO_BATCH = "micro-batch by micro-batch"
+IN_TURN = "one micro-batch of each in turn"
 UNSEEN = (
     "bare parameters have none, and a call as `model.forward(...)`, by another method, or with"
     " other tensors by `functional_call` is not seen"
@@ -549,6 +553,10 @@ SENTENCES = {
         "parameters were written between a call of the model and its backward, which then computes"
         " with other ones than the call"
     ),
+    "before the step": (
+        "the parameters were written between the call of the model and its backward: the gradient is"
+        " the one at the parameters of before, and the step starts from other ones"
+    ),
     "stale casts": (
         "autocast keeps the parameters of an earlier step, cast to {dtype}, since its context is"
         " not left between the step and the next call"
@@ -597,6 +605,22 @@ class Recomputed:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """The one pass of a window that is computed again in place of all.
+
+    Attributes:
+        index: of it among those of the window.
+        arrived: id of a parameter -> a sample of the gradient that arrived in it.
+        sizes: id of a parameter -> the sizes of the elements, and of the projections, of the
+            samples of what had arrived there in this window: these were added up.
+    """
+
+    index: int
+    arrived: Mapping[int, Vector]
+    sizes: Mapping[int, tuple[float, float]]
+
+
+@dataclass(frozen=True)
 class Asked:
     """A window that is to be computed again.
 
@@ -608,6 +632,7 @@ class Asked:
         is_faulty: whether a fault is known already: then only its size is asked.
         known: the custom functions that were judged before; new ones are added.
         used_at: id of a parameter -> a line that uses it, where that is known.
+        turn: the one pass that is enough where it shows nothing; None where all are asked for.
     """
 
     passes: Sequence[Running]
@@ -617,6 +642,7 @@ class Asked:
     is_faulty: bool
     known: set[FunctionKey]
     used_at: Mapping[int, str] = field(default_factory=dict)
+    turn: Turn | None = None
 
     @property
     def outside(self) -> set[int]:
@@ -640,6 +666,29 @@ class Asked:
             :MOST_LINES
         ]
         return f"used at {', '.join(lines)}; {UNSEEN}" if lines else UNSEEN
+
+
+def turn_of(
+    index: int, arrived: Sequence[Mapping[int, Vector]], ids: Mapping[int, int]
+) -> Turn | None:
+    """Return the pass of an index, or None where what arrived in it was not sampled as a whole.
+
+    Args:
+        index: of the pass among those of the window.
+        arrived: key of a parameter -> a sample of what arrived, of each pass of the window.
+        ids: key of a parameter -> its id.
+    """
+    own = {ids[key]: one for key, one in arrived[index].items() if key in ids}
+    if not own or any(len(one) < ELEMENTS + PROJECTIONS for one in own.values()):
+        return None
+    sizes = {}
+    for key, name in ids.items():
+        earlier = [one[key] for one in arrived[: index + 1] if key in one]
+        sizes[name] = (
+            sum(size(one[:ELEMENTS]) for one in earlier),
+            sum(size(one[ELEMENTS:]) for one in earlier),
+        )
+    return Turn(index, own, sizes)
 
 
 def recompute(asked: Asked) -> Recomputed:
@@ -707,8 +756,11 @@ def _common_modes(parts: Sequence[Part], passes: Sequence[Running]) -> dict[Part
 
 def _compute(asked: Asked, result: Recomputed) -> None:
     received = parts_of(asked.passes, asked.weights, asked.unseen(asked.observed))
+    modes = _common_modes(received, asked.passes)
+    if asked.turn is not None and not modes and _holds_in_turn(asked, asked.turn, received, result):
+        return
     parts = result.parts = [from_outside(part) for part in received]
-    modes = _common_modes(parts, asked.passes)
+    modes = {parts[received.index(part)]: mode for part, mode in modes.items()}
     whole = None if modes else in_one_batch(parts)
     if whole is not None and whole.gradients.keys() & asked.compared.keys():
         difference = compare(asked.compared, whole, asked.factor, lambda seed: whole)
@@ -751,7 +803,78 @@ def _compute(asked: Asked, result: Recomputed) -> None:
     ):  # those draw on purpose
         _blame("wrong-backward", SENTENCES["redrawn"], difference, result)
     if result.name is None:
+        _judge_age(asked, parts, result)
+    if result.name is None:
         _judge_functions(asked, parts, total.functions, result)
+
+
+def _holds_in_turn(asked: Asked, turn: Turn, received: Sequence[Part], result: Recomputed) -> bool:
+    """Compute one pass again, and return whether all is as it was.
+
+    It finds nothing wrong by itself: where this is False, the whole window is computed again, which
+    shows what is.
+    """
+    if any(part.forward.was_moved or part.forward.was_refilled for part in received):
+        return False
+    parts = [
+        replace(from_outside(part), weight=1.0) for part in received if part.index == turn.index
+    ]
+    total, replayed = by_micro_batch(parts, How())
+    compared = total.gradients.keys() & asked.compared.keys() & turn.arrived.keys()
+    if not compared or total.functions - asked.known:
+        return False
+    if any(found.random and found.redrawn for found in replayed):
+        return False
+    if any(map(_lost_by, parts, replayed)):
+        return False
+    keys = sorted(compared)
+    samples = read([sample(total.gradients[key], whole=True) for key in keys])
+    for key, again in zip(keys, samples, strict=True):
+        if _differs(turn, key, again, dtype_of(asked.observed[key])):
+            return False
+    reached = [key for key, one in turn.arrived.items() if key in asked.observed and one.any()]
+    result.how = IN_TURN
+    result.parts = parts
+    result.covered = len(compared), len(compared.union(reached))
+    return True
+
+
+def _differs(turn: Turn, key: int, again: Vector, dtype: str) -> bool:
+    """Return whether what arrived at a parameter is another gradient than the one computed again.
+
+    What arrived is known as a difference of two sums, which were rounded.
+    """
+    then = turn.arrived[key]
+    unit = growth(FURTHER_ROUNDINGS, dtype)
+    parts = (slice(ELEMENTS), slice(ELEMENTS, None))
+    for part, of_sums in zip(parts, turn.sizes[key], strict=True):
+        off = float(np.abs(then[part] - again[part]).max())
+        if not off <= unit * (of_sums + float(np.abs(again[part]).max())):
+            return True
+    return False
+
+
+def _judge_age(asked: Asked, parts: Sequence[Part], result: Recomputed) -> None:
+    """Ask whether the gradient is one of parameters that the step does not start from.
+
+    A loss that is computed before the last step goes backward after it: `.grad` is that of its
+    calls, and their parameters are those of before. What arrives at the calls' outputs is of before,
+    too, so that the outputs are compared and not the gradient.
+    """
+    old = [
+        part
+        for part in parts
+        if part.forward.was_moved and part.forward.kept.parameters.keys() & asked.compared.keys()
+    ]
+    now = [
+        replace(part, forward=replace(part.forward, kept=replace(part.forward.kept, parameters={})))
+        for part in old
+    ]
+    how = How(forward_only=True)
+    replayed = [replay(p.forward, p.forward.arguments, p.cotangents, how) for p in now]
+    if any(map(_lost_by, now, replayed)):
+        result.name = "stale-parameters"
+        result.sentence = SENTENCES["before the step"]
 
 
 def _expect_comparable(asked: Asked, total: Total) -> None:

@@ -49,6 +49,7 @@ from gradcheck_suite.auditing.events import (
     PassRecord,
     StepRecord,
 )
+from gradcheck_suite.auditing.known_graphs import KnownGraphs, Made
 from gradcheck_suite.auditing.modes import Apart, is_of_rows
 from gradcheck_suite.auditing.places import NOWHERE, Place, here, living, loop_here, shown
 from gradcheck_suite.auditing.samples import Raw
@@ -61,9 +62,10 @@ from gradcheck_suite.auditing.terms import (
     joined_share,
     leaves_below,
     outside_of_calls,
+    read_numbers,
     used_at,
 )
-from gradcheck_suite.auditing.vectors import factor
+from gradcheck_suite.auditing.vectors import Vector, factor
 from gradcheck_suite.core.findings import Found, finding
 
 # What trainers are configured with, read off the stack at a step; no trainer is imported.
@@ -129,6 +131,7 @@ class Known:
         hooks: around those of the program on this parameter.
         raw: a sample of what arrived before the program's hooks, and some of its elements.
         ratio: by which these changed those elements in the last pass.
+        is_changed: whether they have changed anything so far.
         times: how often one of them was on it then.
     """
 
@@ -140,7 +143,36 @@ class Known:
     hooks: tuple[Any, Any] | None = None
     raw: tuple[Raw, torch.Tensor] | None = None
     ratio: torch.Tensor | None = None
+    is_changed: bool = False
     times: int = 0
+
+
+@dataclass(frozen=True)
+class HookedGradient:
+    """A gradient that hooks of the program's were called with.
+
+    Attributes:
+        key: of the parameter.
+        known: of it.
+        record: of the pass.
+        then: a sample of the gradient before the hooks.
+        now: the same after them.
+        alike: whether the factors of its elements are those of the last pass: 1 or 0.
+        times: how often one of the hooks is on the parameter.
+    """
+
+    key: int
+    known: Known
+    record: PassRecord
+    then: Raw
+    now: Raw
+    alike: torch.Tensor
+    times: int
+
+    @property
+    def raw(self) -> list[Raw]:
+        """What may lie on a device."""
+        return [self.then, self.now, self.alike]
 
 
 @dataclass
@@ -357,7 +389,11 @@ class Recorder:
         self._touched: dict[int, Raw] = {}
         self._heard: list[torch.Tensor] = []
         self._unseen: set[int] = set()
+        self._standing: dict[int, Raw] = {}
+        self._graphs = KnownGraphs()
         self._shards: set[int] = set()
+        self._renormed: set[int] = set()
+        self._renormed_of = 0
         self._groups: dict[int, weakref.ref[Any]] | None = None
         self._late: list[PassRecord] = []
         self._reset: Place | None = None
@@ -450,6 +486,8 @@ class Recorder:
         self._before.clear()
         self._touched.clear()
         self._unseen.clear()
+        self._standing.clear()
+        self._graphs.forget()
         self._late.clear()
         self.last = self._reset = None
 
@@ -605,6 +643,14 @@ class Recorder:
         self._unseen |= {self._keys[id(parameter)] for parameter in self._heard}
         self._heard.clear()
 
+    def _read_standing(self) -> None:
+        """Note where something stood before the first pass that is known to reach a parameter."""
+        values = samples.read([*self._standing.values()])
+        self._unseen |= {
+            key for key, value in zip(self._standing, values, strict=True) if value.any()
+        }
+        self._standing = {}
+
     def _bind_at(self, running: Running, node: Any) -> None:
         running.reader.keep(node.register_prehook(lambda _: self._bind(running)))
 
@@ -693,26 +739,40 @@ class Recorder:
 
     @_guarded(PASSES)
     def _look_below(self, running: Running, roots: list[Any]) -> None:
-        """Watch the parameters that a pass reaches, and see which terms join items with and without
-        a gradient.
+        """Look at what a pass reaches: at each graph where the window is to be computed again, else
+        at one that is not known.
         """
-        leaves, joins = leaves_below(edge_of(root)[0] for root in roots)
-        if not self.parameters and _is_distributed():
-            # FSDP gathers parameters: the leaves are others than those that optimizers step on
-            for group in (
-                group for one in living(torch.optim.Optimizer) for group in one.param_groups
-            ):
-                for parameter in group["params"]:
-                    self._watch(parameter)
-        first = self._next_key
+        if self._again():
+            self._look_outside(running, roots)
+        place = running.record.place
         apart = self._is_apart()
+        # what is computed inside of another pass, or on several ranks, is walked each time
+        if running.outer is None and not apart:
+            own = [known.reference() for known in self.parameters.values()]
+            if self._graphs.knows(place, Made.of(roots, own)):
+                return
+        leaves, joins = leaves_below(edge_of(root)[0] for root in roots)
+        self._watch_leaves(leaves, apart=apart)
+        if self.steps_seen < 2 and self._full():  # nodes keep their stacks until then
+            lines = used_at(edge_of(root)[0] for root in roots)
+            self.used_at |= {self._keys[i]: line for i, line in lines.items() if i in self._keys}
+        if joins:
+            self._note_joins(running, leaves)
+        if running.outer is None and not apart:
+            keys = [self._keys[id(leaf)] for leaf in leaves]
+            self._graphs.note(place, keys, is_plain=not joins)
+
+    def _watch_leaves(self, leaves: Sequence[torch.Tensor], *, apart: bool) -> None:
+        """Watch the parameters that a pass reaches."""
+        if not self.parameters and _is_distributed():
+            self._watch_all_of_optimizers()
+        first = self._next_key
+        standing = dict[int, torch.Tensor]()
         for leaf in leaves:
             key = self._watch(leaf)
-            stands = (
-                leaf.grad if key >= first else None
-            )  # before the first pass that is known to reach it
-            if stands is not None and samples.read([samples.sample(stands, whole=False)])[0].any():
-                self._unseen.add(key)
+            # before the first pass that is known to reach it; read at the step
+            if key >= first and leaf.grad is not None:
+                standing[key] = leaf.grad
             if self._shards and not getattr(leaf, "_fsdp_flattened", False):
                 self._shards.discard(key)  # tensor parallelism: a shard that goes backward itself
             # a hook after ours may change `.grad` in this pass, as DDP and an optimizer in backward
@@ -721,12 +781,20 @@ class Recorder:
                 self._hear(key, leaf, at_once=True)
             if leaf._backward_hooks and self._sums:
                 self._surround(key, leaf)
-        if self.steps_seen < 2 and self._full():  # nodes keep their stacks until then
-            lines = used_at(edge_of(root)[0] for root in roots)
-            self.used_at |= {self._keys[i]: line for i, line in lines.items() if i in self._keys}
-        if self._again():
-            self._look_outside(running, roots)
-        for found in running.reader.found if joins else ():
+        if standing:
+            found, _ = samples.Together().taken([*standing.values()], whole=False)
+            self._standing |= dict(zip(standing, found, strict=True))
+
+    def _watch_all_of_optimizers(self) -> None:
+        """Watch what optimizers step on: FSDP gathers parameters, and the leaves are others."""
+        for optimizer in living(torch.optim.Optimizer):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    self._watch(parameter)
+
+    def _note_joins(self, running: Running, leaves: Sequence[torch.Tensor]) -> None:
+        """Note which terms join items with and without a gradient."""
+        for found in running.reader.found:
             below, own = leaves_below([found.node])
             outside = {id(leaf) for leaf in leaves_below([found.node], own)[0]}
             # what makes cached items is reached through a join alone; a recurrent layer, which
@@ -772,7 +840,8 @@ class Recorder:
             raise running.reader.error
         place = running.record.place
         numbers = Counter[tuple[str, ...]]()
-        for term in running.reader.terms():
+        running.record.unread = running.reader.measured()
+        for term in (found.term for found in running.record.unread):
             # what one line sends backward was made where it was made before; what another line
             # does, an expression of the same operations, may be another loss
             key = place, term.expression, numbers[term.expression]
@@ -789,6 +858,28 @@ class Recorder:
                 term.line = next(iter(known.losses))
                 term.divisions = frozenset(known.divisions)
             running.record.terms.append(term)
+
+    def read(self, events: Iterable[Event]) -> None:
+        """Read what was left on a device when the passes ended; waits for it."""
+        passes = [event for event in events if isinstance(event, PassRecord)]
+        self._read_numbers(passes)
+        self._read_hooks(passes)
+        for record in passes:
+            record.unread = []
+            record.unread_hooks = []
+
+    @_guarded(WEIGHTS)
+    def _read_numbers(self, passes: Sequence[PassRecord]) -> None:
+        read_numbers([found for record in passes for found in record.unread])
+
+    @_guarded(SUMS)
+    def _read_hooks(self, passes: Sequence[PassRecord]) -> None:
+        changes = [one for record in passes for one in record.unread_hooks]
+        if not changes:
+            return
+        values = samples.read([raw for one in changes for raw in one.raw])
+        for i, one in enumerate(changes):
+            self._judge_hook(one, *values[3 * i : 3 * i + 3])
 
     def _finish(self, running: Running) -> None:
         self.passes_seen += 1
@@ -838,22 +929,17 @@ class Recorder:
             for known in self.parameters.values()
             if (p := known.reference()) is not None and p.is_floating_point()
         ]
-        shapes = {(p.shape, p.dtype, p.device): p for p in own if p.numel() >= FEWEST}
+        like = {(p.shape, p.dtype, p.device): p for p in own if p.numel() >= FEWEST}
         memory = {tensor.data_ptr() for p in own for tensor in (p, p.grad) if tensor is not None}
-        for one in found:
-            # no subclass: a fake or a functional tensor of a compiler has no values
-            plain = type(one) in samples.OWN and one.layout == torch.strided
-            if not plain or one.is_meta or torch._is_functional_tensor(one):
-                continue
-            like = shapes.get((one.shape, one.dtype, one.device)) if one.is_leaf else None
-            if like is None or id(one) in self._keys or one.data_ptr() in memory:
-                continue
-            now, then = samples.read([samples.sample(each, whole=False) for each in (one, like)])
-            if (
-                np.hypot.reduce(now - then) < NEAR * np.hypot.reduce(then)
-                and len(self._averages) < MOST_AVERAGES
-            ):
-                self._averages.append(weakref.ref(one))
+        pairs = [
+            (one, like[one.shape, one.dtype, one.device])
+            for one in found
+            if _may_be_average(one)
+            and (one.shape, one.dtype, one.device) in like
+            and id(one) not in self._keys
+            and one.data_ptr() not in memory
+        ]
+        self._averages = [weakref.ref(one) for one in _near(pairs)][:MOST_AVERAGES]
 
     @_guarded(SUMS)
     def by_hand(self, running: Running | None, inputs: Any, results: Any) -> None:
@@ -862,14 +948,16 @@ class Recorder:
         """
         if running is None or running.outer is not None or running.record.accumulates:
             return
+        given = dict[int, torch.Tensor]()
         for parameter, gradient in zip(inputs, results or (), strict=False):
             known = isinstance(parameter, torch.nn.Parameter) or id(parameter) in self._keys
-            given = known and gradient is not None and not gradient.requires_grad
-            if given and not torch._C._functorch.is_functorch_wrapped_tensor(gradient):
-                key = self._watch(parameter)
-                running.record.arrivals[key] = BY_HAND
-                running.record.now[key] = samples.sample(gradient, whole=self._full())
-        if running.record.arrivals:
+            has_values = known and gradient is not None and not gradient.requires_grad
+            if has_values and not torch._C._functorch.is_functorch_wrapped_tensor(gradient):
+                given[self._watch(parameter)] = gradient
+        if given:
+            found, _ = samples.Together().taken([*given.values()], whole=self._full())
+            running.record.arrivals |= dict.fromkeys(given, BY_HAND)
+            running.record.now |= dict(zip(given, found, strict=True))
             self._finish(running)
 
     def running(self) -> Running | None:
@@ -923,11 +1011,15 @@ class Recorder:
         A version does not tell of `.data`, by which averages are swapped in and parameters
         perturbed.
         """
+        if self._renormed_of != len(self.parameters):
+            self._renormed_of = len(self.parameters)
+            self._renormed = _renormed_weights()
         own = {
             key: p
             for key, known in self.parameters.items()
             if (p := known.reference()) is not None
             and p.requires_grad  # a frozen copy may follow the trained ones
+            and id(p) not in self._renormed
         }
         marks = self._values_of.marks([*own.values()])
         if None in marks:
@@ -962,6 +1054,7 @@ class Recorder:
         found = samples.Together().taken([*given.values()], whole=self._full())[0] if given else ()
         self._touched = dict(zip(given, found, strict=True))
         self._unseen &= self._before.keys()
+        self._standing = {key: raw for key, raw in self._standing.items() if key in self._before}
 
     @_guarded(SUMS)
     def _accumulated(self, key: int, parameter: torch.Tensor) -> None:
@@ -1018,9 +1111,9 @@ class Recorder:
     @_guarded(SUMS)
     def _arrive_all(self, running: Running) -> None:
         if self._heard and running.record.accumulates:
-            self._arrived(
-                running.record, {self._keys[id(parameter)]: parameter for parameter in self._heard}
-            )
+            heard = {self._keys[id(parameter)]: parameter for parameter in self._heard}
+            self._arrived(running.record, heard)
+            self._graphs.arrived(running.record.place, heard.keys())
         self._heard.clear()
         if self._shards:
             self._arrive_at_shards(running.record)
@@ -1105,37 +1198,54 @@ class Recorder:
         """
         raw = known.raw
         known.raw = None
-        if raw is None or gradient is None or gradient.layout != torch.strided:
-            return
-        then, now = samples.read([raw[0], samples.sample(gradient.detach(), whole=True)])
-        last = known.ratio
-        unchanged = bool(np.array_equal(then, now, equal_nan=True))
-        if last is None and unchanged:
+        running = self.running()
+        if raw is None or gradient is None or gradient.layout != torch.strided or running is None:
             return
         # ratios of all elements, kept from pass to pass, would take the memory of the parameters
-        ratio = torch.where(raw[1] != 0, _some_of(gradient) / raw[1], torch.nan)
-        known.ratio = ratio
-        fixed = True
-        if last is not None and last.shape == ratio.shape:
-            both = ~(ratio.isnan() | last.isnan())
-            rounding = 1e-3 if ratio.element_size() > 2 else 2e-2
-            fixed = bool(torch.allclose(ratio[both], last[both], rtol=rounding))
-        if (fixed and unchanged) or (running := self.running()) is None:
-            return
-        record = running.record
-        record.hooked[key] = fixed
-        if _is_distributed():
-            record.raw[key] = then
+        last = known.ratio
+        known.ratio = torch.where(raw[1] != 0, _some_of(gradient) / raw[1], torch.nan)
+        now = samples.sample(gradient.detach(), whole=True)
         parameter = known.reference()
         hooks = () if parameter is None else (parameter._backward_hooks or {}).values()
         # of a lambda, each time that it is made is another object of the same code
         counts = Counter(id(getattr(h, "__code__", h)) for h in hooks)
-        last_times = known.times
-        known.times = max(counts.values(), default=0)
-        if 0 < last_times < known.times:
-            record.again.add(key)
+        one = HookedGradient(
+            key,
+            known,
+            running.record,
+            raw[0],
+            now,
+            _are_alike(known.ratio, last),
+            max(counts.values(), default=0),
+        )
+        if isinstance(one.then, np.ndarray) and isinstance(one.now, np.ndarray):
+            self._judge_hook(one, *samples.read(one.raw))
+        else:
+            running.record.unread_hooks.append(one)
+
+    def _judge_hook(self, one: HookedGradient, then: Vector, now: Vector, alike: Vector) -> None:
+        """Note by what the program's hooks have changed a gradient, if by anything so far.
+
+        Args:
+            one: the gradient.
+            then: a sample of it before the hooks.
+            now: the same after them.
+            alike: whether the factors are those of the last pass: 1 or 0.
+        """
+        unchanged = bool(np.array_equal(then, now, equal_nan=True))
+        fixed = bool(alike[0]) or not one.known.is_changed
+        if fixed and unchanged:
+            return
+        one.known.is_changed = True
+        record = one.record
+        record.hooked[one.key] = fixed
+        if _is_distributed():
+            record.raw[one.key] = then
+        if 0 < one.known.times < one.times:
+            record.again.add(one.key)
+        one.known.times = one.times
         if (found := factor(now, then, 1e-3)) is not None:
-            record.factors[key] = found
+            record.factors[one.key] = found
 
     def _forget_dead(self) -> None:
         dead = [
@@ -1206,9 +1316,12 @@ class Recorder:
 
     @_guarded(STEPS)
     def _idle_ends(self, step: StepRecord) -> None:
+        now = self._values(step.moved)
+        then = [step.moved[key] for key in now]
+        values = samples.read([*now.values(), *then])
         with np.errstate(invalid="ignore"):
-            for key, now in self._values(step.moved).items():
-                step.moved[key] = now - step.moved[key]
+            for i, key in enumerate(now):
+                step.moved[key] = values[i] - values[len(now) + i]
         self._receive(step)
 
     def _values(self, keys: Iterable[int]) -> dict[int, Raw]:
@@ -1264,61 +1377,27 @@ class Recorder:
         """
         if not self.records:  # a closure that is called once more
             return
-        if self._stacks_until == self.steps_seen + 1 and all(
-            known.losses for known in self._lines.values()
-        ):
-            self._stacks_until = self.steps_seen
-        if not self._wants_stacks:
-            self._end_of_stacks()
-        if _task() != -1:
-            said = (
-                "an optimizer steps inside of a backward pass, which has not ended: these steps"
-                " were not judged"
-            )
-            self.notes[finding("step-inside-backward", said)] += 1
-            return
+        self._let_stacks_end()
         own = [p for group in optimizer.param_groups for p in group["params"]]
-        if any(
-            getattr(p, "_fsdp_flattened", False) and not getattr(p, "_is_flat_param", False)
-            for p in own
-        ):
-            said = (
-                "FSDP with use_orig_params=True takes `.grad` away while it computes: neither sums"
-                " nor weights of these steps were judged; those of `fully_shard` and of"
-                " use_orig_params=False can be"
-            )
-            self.notes[finding("original-parameters", said, remedy="")] += 1
+        if self._is_unlike_others(own):
             return
         self._note_unseen()
+        self._read_standing()
         index = self.index(optimizer)
-        idle = is_whole and self._sums and self._passes_at_step.get(index) == self.passes_seen
         is_first = index not in self._passes_at_step
+        idle = is_whole and self._sums and self._passes_at_step.get(index) == self.passes_seen
         self._passes_at_step[index] = self._passes_at_last_step = self.passes_seen
-        gradients: dict[int, Raw | None] = {}
-        self._forget_dead()
-        given: dict[int, torch.Tensor] = {}
-        for parameter in own:
-            key = self._watch(parameter)
-            gradient = parameter.grad
-            gradients[key] = None
-            if gradient is not None and self._sums:
-                given[key] = gradient
-        before = {key: self.parameters[key].gradient for key in given}
-        gradients |= self._taken(dict(sorted(given.items())), whole=idle)
+        given, gradients, unwritten = self._look_at_step(own, idle=idle)
         if self._schedules is None and self.passes_seen > 1:
             with contextlib.suppress(Exception):  # no finding is worth the judgement of the sums
                 self._find_clocks()
-        trainer, steps, scale = _of_the_stack()
-        divisor = getattr(
-            optimizer, "grad_scale", None
-        )  # a fused optimizer divides inside of its step
-        fused = isinstance(divisor, torch.Tensor)
         for earlier in self._late:  # never reduced
             for key in self._shards & gradients.keys():
                 earlier.arrivals.setdefault(key, LATE)
-        if _is_distributed() and index not in self._wrapped:
-            # a search through all objects, once for each optimizer
-            self._wrapped[index] = bool(living(torch.nn.parallel.DistributedDataParallel))
+        trainer, steps, scale = _of_the_stack()
+        # a fused optimizer divides inside of its step
+        divisor = getattr(optimizer, "grad_scale", None)
+        fused = isinstance(divisor, torch.Tensor)
         step = StepRecord(
             index,
             here(),
@@ -1328,12 +1407,8 @@ class Recorder:
             fused,
             steps,
             trainer,
-            self._wrapped.get(index, False) or bool(self._late),
-            unwritten=[
-                key
-                for key, was in before.items()
-                if _is_unwritten(was, self.parameters[key].gradient)
-            ],
+            self._is_wrapped(index) or bool(self._late),
+            unwritten=unwritten,
             has_unseen=not self._unseen.isdisjoint(gradients),
         )
         step.before_clipping = {
@@ -1345,19 +1420,127 @@ class Recorder:
             self._find_scale(step, optimizer)
         step.frozen = frozenset(self._keys[id(p)] for p in own if not p.requires_grad)
         if is_first:
-            step.twice = sorted(
-                {self._keys[i] for i, times in Counter(map(id, own)).items() if times > 1}
-            )
-            step.overlaid = self._overlaid({self._keys[id(p)]: p for p in own})
-            step.overlapping = self._overlaid(given)
-            step.values = self._values(gradients) if _is_distributed() else {}
+            self._note_memory(step, own, given)
         if idle:
             step.moved = self._values(gradients)
-            self._idle[index] = (
-                step  # until it has ended: only then is it known whether it has moved anything
-            )
+            # until it has ended: only then is it known whether it has moved anything
+            self._idle[index] = step
         else:
             self._receive(step)
+
+    def _let_stacks_end(self) -> None:
+        """Let nodes keep no stacks any more where the line of each loss is known."""
+        is_last = self._stacks_until == self.steps_seen + 1
+        if is_last and all(known.losses for known in self._lines.values()):
+            self._stacks_until = self.steps_seen
+        if not self._wants_stacks:
+            self._end_of_stacks()
+
+    def _is_unlike_others(self, own: Sequence[torch.Tensor]) -> bool:
+        """Return whether a step is one that cannot be judged, and say so."""
+        if _task() != -1:
+            said = (
+                "an optimizer steps inside of a backward pass, which has not ended: these steps"
+                " were not judged"
+            )
+            self.notes[finding("step-inside-backward", said)] += 1
+            return True
+        if any(
+            getattr(p, "_fsdp_flattened", False) and not getattr(p, "_is_flat_param", False)
+            for p in own
+        ):
+            said = (
+                "FSDP with use_orig_params=True takes `.grad` away while it computes: neither sums"
+                " nor weights of these steps were judged; those of `fully_shard` and of"
+                " use_orig_params=False can be"
+            )
+            self.notes[finding("original-parameters", said, remedy="")] += 1
+            return True
+        return False
+
+    def _look_at_step(
+        self, own: Sequence[torch.Tensor], *, idle: bool
+    ) -> tuple[dict[int, torch.Tensor], dict[int, Raw | None], list[int]]:
+        """Look at what stands in `.grad` at a step.
+
+        Args:
+            own: the parameters of the optimizer.
+            idle: whether nothing has gone backward since its last step.
+
+        Returns:
+            the gradients; a sample of each, or None; the keys of those that nothing was written to
+            since the last look.
+        """
+        gradients: dict[int, Raw | None] = {}
+        given: dict[int, torch.Tensor] = {}
+        self._forget_dead()
+        first = self._next_key
+        for parameter in own:
+            key = self._watch(parameter)
+            gradient = parameter.grad
+            gradients[key] = None
+            if gradient is not None and self._sums:
+                given[key] = gradient
+            if key >= first and gradient is not None and self._graphs.has_passed_by:
+                self._unseen.add(key)  # it may have arrived from a graph that was not walked
+        if self._next_key > first:
+            self._graphs.forget()
+        self._graphs.begin_window()
+        before = {key: self.parameters[key].gradient for key in given}
+        gradients |= self._taken(dict(sorted(given.items())), whole=idle)
+        unwritten = [
+            key for key, was in before.items() if _is_unwritten(was, self.parameters[key].gradient)
+        ]
+        return given, gradients, unwritten
+
+    def _is_wrapped(self, index: int) -> bool:
+        """Return whether something may reduce the gradients of an optimizer over ranks."""
+        if _is_distributed() and index not in self._wrapped:
+            # a search through all objects, once for each optimizer
+            self._wrapped[index] = bool(living(torch.nn.parallel.DistributedDataParallel))
+        return self._wrapped.get(index, False)
+
+    def _note_memory(
+        self, step: StepRecord, own: Sequence[torch.Tensor], given: Mapping[int, torch.Tensor]
+    ) -> None:
+        """Note at an optimizer's first step what it lists twice, and what shares memory."""
+        times = Counter(map(id, own))
+        step.twice = sorted(self._keys[i] for i, number in times.items() if number > 1)
+        step.overlaid = self._overlaid({self._keys[id(p)]: p for p in own})
+        step.overlapping = self._overlaid(given)
+        step.values = self._values(step.gradients) if _is_distributed() else {}
+
+
+def _may_be_average(one: Any) -> bool:
+    """Return whether an object is a tensor that may be an average of a parameter."""
+    # no subclass: a fake or a functional tensor of a compiler has no values
+    plain = type(one) in samples.OWN and one.layout == torch.strided
+    return plain and one.is_leaf and not one.is_meta and not torch._is_functional_tensor(one)
+
+
+def _near(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+    """Return the first one of each pair whose tensors are near to each other.
+
+    Waits once where they lie on a device.
+    """
+    found, _ = samples.Together().taken([tensor for pair in pairs for tensor in pair], whole=False)
+    values = samples.read(found)
+    return [
+        one
+        for (one, _), now, then in zip(pairs, values[::2], values[1::2], strict=True)
+        if np.hypot.reduce(now - then) < NEAR * np.hypot.reduce(then)
+    ]
+
+
+def _are_alike(ratio: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
+    """Return whether factors of elements are those of the last pass, as a number where they lie."""
+    if last is None or last.shape != ratio.shape:
+        return ratio.new_ones(1)
+    rounding = 1e-3 if ratio.element_size() > 2 else 2e-2
+    # without a mask, which would wait for a device
+    unknown = ratio.isnan() | last.isnan()
+    alike = unknown | torch.isclose(ratio, last, rtol=rounding)
+    return alike.all().reshape(1).to(ratio.dtype)
 
 
 MOST_RATIOS = 1024
@@ -1373,6 +1556,15 @@ def _some_of(gradient: torch.Tensor) -> torch.Tensor:
     found = gradient.detach()
     flat = found.as_strided((number,), (1,)) if in_a_row else found.reshape(-1)
     return flat[:: max(1, number // MOST_RATIOS)][:MOST_RATIOS].clone()
+
+
+def _renormed_weights() -> set[int]:
+    """Return the ids of weights that their own forward writes: those of embeddings with a
+    `max_norm`.
+    """
+    modules = living(torch.nn.Embedding, torch.nn.EmbeddingBag)
+    bounded = [one for one in modules if one.__dict__.get("max_norm") is not None]
+    return {id(one.__dict__["_parameters"].get("weight")) for one in bounded}
 
 
 def _is_same(known: Known, gradient: torch.Tensor) -> bool:
@@ -1416,9 +1608,7 @@ def _groups_of_shards() -> dict[int, weakref.ref[Any]]:
 def _equal(one: Raw | None, other: Raw) -> bool:
     """Return whether two samples on a CPU are the same."""
     return (
-        not isinstance(one, torch.Tensor | None)
-        and not isinstance(other, torch.Tensor)
-        and list(one) == list(other)
+        isinstance(one, np.ndarray) and isinstance(other, np.ndarray) and list(one) == list(other)
     )
 
 

@@ -174,12 +174,14 @@ class Seen:
             one.
         reduced: whether `.grad` was reduced over the ranks after it, or what arrived in it.
         by_hooks: whether hooks of the program have reduced what arrived.
+        arrived: key of a parameter -> a sample of what arrived in the pass, on the first rank.
     """
 
     records: Sequence[PassRecord]
     consumers: dict[int, int] = field(default_factory=dict)
     reduced: bool = False
     by_hooks: bool = False
+    arrived: Mapping[int, Vector] = field(default_factory=dict)
 
     @property
     def site(self) -> Place:
@@ -545,6 +547,7 @@ class Replay:
                 self._late[rank, key].append(index)
             self._add(rank, index, record)
         seen = self.passes[index]
+        seen.arrived = self._arrived.get((0, index), {})
         seen.by_hooks = self._is_reduced_by_hooks(index, records)
         seen.reduced = seen.reduced or seen.by_hooks
         # hundreds of windows are kept: what arrived is in the states now, and only where it arrived
@@ -651,63 +654,82 @@ class Replay:
     def on_step(self, steps: Sequence[StepRecord]) -> StepWindow:
         """Take a step of all ranks."""
         unwritten: set[int] = set()
-        if copies := self._are_copies(steps[0]):
+        copies = self._are_copies(steps[0])
+        if copies:
             # handed over once: the parameter's own `.grad` is another tensor since it was set to
             # None
             unwritten = {self._copies.get(key, key) for key in steps[0].unwritten}
-            steps = [
-                replace(
-                    step,
-                    gradients={
-                        self._copies.get(key, key): now for key, now in step.gradients.items()
-                    },
-                )
-                for step in steps
-            ]
-        optimizer = steps[0].optimizer
-        before = self.last.get(steps[0].optimizer, 0)
-        found = self._explain_all(0, settled(steps[0].gradients), inside=False)
-        reduced = any(one.event == REDUCED for one in found.values())
+            steps = [self._of_parameters(step) for step in steps]
+        first = steps[0]
+        optimizer = first.optimizer
+        before = self.last.get(optimizer, 0)
+        found = self._explain_all(0, settled(first.gradients), inside=False)
+        is_reduced = any(one.event == REDUCED for one in found.values())
         self.of_rank |= self._unequal([step.values for step in steps])
         unequal = self._unequal([step.gradients for step in steps])
-        own = unequal & self.of_rank if reduced else set()
-        keys = [key for key in steps[0].gradients if key not in own]
+        # a parameter that each rank has for itself, such as an expert, is not reduced
+        own = unequal & self.of_rank if is_reduced else set()
+        keys = [key for key in first.gradients if key not in own]
         found = {key: found[key] for key in keys if key in found}
+        if is_reduced:
+            self._unite_edited(found, unequal)
+        found = self._replaced(found, unwritten)
         members = {i: p for i, p in self.passes.items() if i >= before and p.has(set(keys))}
-        for key, one in found.items():
-            if one.event == WRITTEN:  # what it replaces is in no step
-                self._states[0][key] = State(one.now, one.coefficients)
-            elif one.event == EDITED and reduced and key not in unequal:
-                # compressed to less than 16 bits, or to a matrix of low rank
-                self._states[0][key] = self._states[0][key]._replace(
-                    coefficients=self._united(key, self.ranks)
-                )
-            elif one.event in (EDITED, FACTOR) and key in unwritten:
-                found[key] = one._replace(event=SAME, factor=1.0, coefficients={(0, EARLIER): 1.0})
-        late = [(rank, key) for rank, key in self._late if key in steps[0].gradients]
+        late = [(rank, key) for rank, key in self._late if key in first.gradients]
         window = StepWindow(
-            optimizer,
-            steps[0].call,
-            steps[0],
-            members,
-            keys,
-            {},
-            1.0,
-            None,
-            {i: dict(p.consumers) for i, p in members.items()},
-            optimizer not in self.last,
-            before,
-            [key for _, key in late] or unequal - own,
-            {n for n in self._null if n[1] in members},
-            self._not_finite & members.keys(),
-            copies,
+            optimizer=optimizer,
+            number=first.call,
+            step=first,
+            passes=members,
+            keys=keys,
+            coefficients={},
+            factor=1.0,
+            edit=None,
+            seen={i: dict(p.consumers) for i, p in members.items()},
+            first=optimizer not in self.last,
+            before=before,
+            local=[key for _, key in late] or unequal - own,
+            null={n for n in self._null if n[1] in members},
+            not_finite=self._not_finite & members.keys(),
+            copies=copies,
         )
         for place in late:
             del self._late[place]
-        window.unclipped = self._before_clipping(steps[0])
+        window.unclipped = self._before_clipping(first)
         self._fill(window, found)
         self._leave(window, steps)
         return window
+
+    def _of_parameters(self, step: StepRecord) -> StepRecord:
+        """Return a step on copies as one on the parameters that they stand for."""
+        of = self._copies
+        return replace(step, gradients={of.get(key, key): g for key, g in step.gradients.items()})
+
+    def _unite_edited(self, found: Mapping[int, Explanation], unequal: Collection[int]) -> None:
+        """Take what is alike on all ranks for reduced, where an edit is all that is seen.
+
+        It was compressed to less than 16 bits, or to a matrix of low rank.
+        """
+        states = self._states[0]
+        for key, one in found.items():
+            if one.event == EDITED and key not in unequal:
+                united = self._united(key, self.ranks)
+                states[key] = states[key]._replace(coefficients=united)
+
+    def _replaced(
+        self, found: Mapping[int, Explanation], unwritten: Collection[int]
+    ) -> dict[int, Explanation]:
+        """Return the explanations, with what was written or handed over in place of what stood
+        there.
+        """
+        taken = dict(found)
+        for key, one in found.items():
+            if one.event == WRITTEN:  # what it replaces is in no step
+                self._states[0][key] = State(one.now, one.coefficients)
+            elif one.event in (EDITED, FACTOR) and key in unwritten:
+                earlier = {(0, EARLIER): 1.0}
+                taken[key] = one._replace(event=SAME, factor=1.0, coefficients=earlier)
+        return taken
 
     def _before_clipping(self, step: StepRecord) -> float | None:
         """Return by which factor all of `.grad` had been multiplied when clipping began."""
@@ -772,61 +794,98 @@ class Replay:
 
     def _fill(self, window: StepWindow, found: Mapping[int, Explanation]) -> None:
         """Set the coefficients, the common factor and the edit of a window."""
-        factors = {
-            key: one.factor if one.event != EDITED else None
-            for key, one in found.items()
-            if one.event != NOT_FINITE and (self._states[0][key].coefficients or one.event != RESET)
-        }
+        factors = self._factors(found)
+        kept = self._coefficients(window, found)
+        common = _common(factors)
+        off = self._off(factors, common)
+        lost = {key: self._lost_in(window, key) for key in found}
+        # what the program kept elsewhere can have come back only where a pass was reset
+        keys = [key for key, passes in lost.items() if passes]
+        if self._may_be_put_together(window, found, factors, off=off, lost=keys):
+            fitted_keys = {key: found[key] for key in keys or found}
+            window.fit = self._fit(window, fitted_keys, {i for key in keys for i in lost[key]})
+            if not off and window.fit and (not window.fit.tells or window.fit.is_of_copies):
+                off = list(factors)
+        self._set_groups(window, kept)
+        fit = self._fit_by_hand(window, found, off)
+        if fit is not None:
+            window.edit = BY_HAND
+            window.error = fit.error
+            window.coefficients = {**kept, **self._of_fit(fit)}
+            return
+        window.coefficients = kept
+        _set_edit(window, factors, common, off)
+
+    def _factors(self, found: Mapping[int, Explanation]) -> dict[int, float | None]:
+        """Return by what the `.grad` of each parameter was multiplied after the last pass.
+
+        None where it was edited.
+        """
+        factors: dict[int, float | None] = {}
+        for key, one in found.items():
+            stood = bool(self._states[0][key].coefficients)
+            if one.event != NOT_FINITE and (stood or one.event != RESET):
+                factors[key] = None if one.event == EDITED else one.factor
+        return factors
+
+    def _coefficients(
+        self, window: StepWindow, found: Mapping[int, Explanation]
+    ) -> dict[int, Coefficients]:
+        """Return of which passes each `.grad` is made, as far as no fit says otherwise."""
+        states = self._states[0]
         kept = {
-            key: self._states[0][key].coefficients if one.event in UNEXPLAINED else one.coefficients
+            key: states[key].coefficients if one.event in UNEXPLAINED else one.coefficients
             for key, one in found.items()
         }
         edited = {key: one for key, one in found.items() if one.event == EDITED}
-        if not self._still_stands(edited):
-            # written over: what an earlier step has left there is gone
-            old = {s for key in edited for s in kept[key] if s[1] < window.before}
-            kept |= {key: {s: c for s, c in kept[key].items() if s not in old} for key in edited}
-        lost = {key: self._lost_in(window, key) for key in found}
-        some = [f for f in factors.values() if f]
-        tolerance = max(map(self.tolerance, factors), default=RELATIVE["float32"])
-        common = median(some) if some else 0.0
-        off = [
-            key for key, f in factors.items() if f is None or not near(f, common, 10 * tolerance)
-        ]
-        # what the program kept elsewhere can have come back only where a pass was reset
-        keys = [key for key, passes in lost.items() if passes]
-        multiple = self._is_multiple({key: found[key] for key in factors}, common)
-        if self.ranks == 1 and window.passes and (off or (keys and not multiple)):
-            window.fit = self._fit(
-                window,
-                {key: found[key] for key in keys or found},
-                {i for key in keys for i in lost[key]},
-            )
-            if not off and window.fit and (not window.fit.tells or window.fit.is_of_copies):
-                off = list(factors)
-        some_elements = all(is_mostly(found[key].now, self._states[0][key].sample) for key in off)
-        fit = None if some_elements or not window.fit or not window.fit.is_exact else window.fit
-        self._set_groups(window, kept)
+        if self._still_stands(edited):
+            return kept
+        # written over: what an earlier step has left there is gone
+        for key in edited:
+            kept[key] = {s: c for s, c in kept[key].items() if s[1] >= window.before}
+        return kept
+
+    def _off(self, factors: Mapping[int, float | None], common: float) -> list[int]:
+        """Return the parameters that have another factor than the common one, or none."""
+        tolerance = 10 * max(map(self.tolerance, factors), default=RELATIVE["float32"])
+        return [key for key, f in factors.items() if f is None or not near(f, common, tolerance)]
+
+    def _may_be_put_together(
+        self,
+        window: StepWindow,
+        found: Mapping[int, Explanation],
+        factors: Mapping[int, float | None],
+        *,
+        off: Sequence[int],
+        lost: Sequence[int],
+    ) -> bool:
+        """Return whether a `.grad` may be a sum that the program has made itself."""
+        if self.ranks > 1 or not window.passes:
+            return False
+        if off or not lost:
+            return bool(off)
+        return not self._is_multiple({key: found[key] for key in factors}, _common(factors))
+
+    def _fit_by_hand(
+        self, window: StepWindow, found: Mapping[int, Explanation], off: Sequence[int]
+    ) -> Fit | None:
+        """Return the fit of a `.grad` that the program has put together, or None."""
+        fit = window.fit
+        if fit is None or not fit.is_exact or not fit.tells:
+            return None
         # an edit within rounding of what was left after a reset is no sum made by hand
-        if fit is not None and fit.tells and (not fit.lost or fit.is_of_copies):
-            window.edit = BY_HAND
-            window.error = fit.error
-            pairs = list(zip(fit.passes, map(float, fit.coefficients), strict=True))
-            of_fit = {
-                key: {(0, i): c for i, c in pairs if key in self._arrived[0, i]} for key in fit.keys
-            }
-            window.coefficients = {**kept, **of_fit}
-            return
-        window.factor = common
-        window.coefficients = kept
-        if factors and all(f == 0.0 for f in factors.values()):
-            window.edit = "all reset"
-        elif any(factors[key] != 0.0 for key in off):
-            window.edit = "free"
-            window.factor = None
-        elif off:
-            window.edit = "reset"
-            window.removed = off
+        if fit.lost and not fit.is_of_copies:
+            return None
+        states = self._states[0]
+        some_elements = all(is_mostly(found[key].now, states[key].sample) for key in off)
+        return None if some_elements else fit
+
+    def _of_fit(self, fit: Fit) -> dict[int, Coefficients]:
+        """Return the coefficients of the passes that a fit has found, by parameter."""
+        pairs = list(zip(fit.passes, map(float, fit.coefficients), strict=True))
+        return {
+            key: {(0, i): c for i, c in pairs if key in self._arrived[0, i]} for key in fit.keys
+        }
 
     def _still_stands(self, edited: Mapping[int, Explanation]) -> bool:
         """Return whether what stood in some `.grad` is still a part of them, or nothing tells."""
@@ -1055,6 +1114,30 @@ class Replay:
         self._null = {n for n in self._null if n[1] in kept}
         self._not_finite &= kept
         self._discarded = {one: cs for one, cs in self._discarded.items() if one <= kept}
+
+
+def _common(factors: Mapping[int, float | None]) -> float:
+    """Return the factor that most parameters have; 0 where they have none."""
+    some = [one for one in factors.values() if one]
+    return median(some) if some else 0.0
+
+
+def _set_edit(
+    window: StepWindow,
+    factors: Mapping[int, float | None],
+    common: float,
+    off: Sequence[int],
+) -> None:
+    """Say what was done to `.grad` after the last pass, beside a common factor."""
+    window.factor = common
+    if factors and all(factor == 0.0 for factor in factors.values()):
+        window.edit = "all reset"
+    elif any(factors[key] != 0.0 for key in off):
+        window.edit = "free"
+        window.factor = None
+    elif off:
+        window.edit = "reset"
+        window.removed = off
 
 
 MOST_PASSES = 512

@@ -5,9 +5,9 @@ signs, which see every element, are added in the windows that are looked at in f
 linear, so the sample of a sum is the sum of the samples. Nothing here waits for a device: the
 sample of a gradient on a GPU is a tensor there until `read` is called.
 
-On a CPU numpy computes them, so that no autocast, dispatch mode or profiler of the program sees an
-operation, and without BLAS, which would take all threads of the machine whatever the program has
-set.
+On a device one kernel gathers the elements of all gradients of one dtype. On a CPU numpy computes
+them, so that no autocast, dispatch mode or profiler of the program sees an operation, and without
+BLAS, which would take all threads of the machine whatever the program has set.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from operator import attrgetter
@@ -29,7 +29,46 @@ from gradcheck_suite.auditing.vectors import ELEMENTS, PROJECTIONS, Vector
 
 TILE = 4096
 MOST_TILES = 256
-Raw = torch.Tensor | Vector
+
+
+class Gathered:
+    """Elements of several tensors, in a row on a device, which are brought over together.
+
+    Attributes:
+        on_device: the elements of all.
+        on_host: the same once they are read, None before.
+    """
+
+    __slots__ = ("on_device", "on_host")
+
+    def __init__(self, on_device: torch.Tensor) -> None:
+        self.on_device = on_device
+        self.on_host: Vector | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredSample:
+    """The sample of one tensor among those whose elements were gathered.
+
+    Attributes:
+        of: the elements of all.
+        begin: the place of its first one there.
+        number: of its elements.
+    """
+
+    of: Gathered
+    begin: int
+    number: int
+
+    def on_host(self) -> Vector:
+        """Return the sample, once the elements were read."""
+        found = np.zeros(ELEMENTS)
+        if self.of.on_host is not None:
+            found[: self.number] = self.of.on_host[self.begin : self.begin + self.number]
+        return found
+
+
+Raw = torch.Tensor | Vector | GatheredSample
 """A sample that may still lie on a device."""
 
 OWN = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -151,9 +190,14 @@ def _places(numbers: tuple[int, ...]) -> tuple[npt.NDArray[np.intp], npt.NDArray
     return np.where(exist, places, 0), exist
 
 
+def is_on_device(tensor: torch.Tensor) -> bool:
+    """Return whether to read a tensor's values waits for a device."""
+    return not tensor.is_cpu
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has a place in the memory of the process."""
-    return type(tensor) in OWN and tensor.is_cpu and tensor.layout == torch.strided
+    return type(tensor) in OWN and tensor.layout == torch.strided and not is_on_device(tensor)
 
 
 @dataclass(frozen=True)
@@ -219,7 +263,8 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_complex():
         # `view_as_real` refuses a lazily conjugated tensor
         tensor = torch.view_as_real(tensor.resolve_conj())
-    return tensor.contiguous() if tensor.is_cpu and tensor.layout == torch.strided else tensor
+    in_memory = tensor.layout == torch.strided and not is_on_device(tensor)
+    return tensor.contiguous() if in_memory else tensor
 
 
 _WEIGHTS = _random.integers(1 << 63, size=ELEMENTS, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
@@ -295,8 +340,9 @@ class Together:
         for i, at in enumerate(spots):
             if at is None:
                 known = None
-                kept[i] = _plain(tensors[i])
-                at = _spot(kept[i])
+                if not _can_be_gathered(tensors[i]):
+                    kept[i] = _plain(tensors[i])
+                    at = _spot(kept[i])
             if at is None:
                 elsewhere.append(i)
             else:
@@ -310,7 +356,7 @@ class Together:
         found: list[int | None] = [None] * len(tensors)
         kept, elsewhere = self._find(tensors)
         for i in elsewhere:
-            if kept[i].is_cpu and kept[i].layout == torch.strided:
+            if kept[i].layout == torch.strided and not is_on_device(kept[i]):
                 found[i] = _taken_elsewhere(kept[i], whole=False)[1]
         for dtype, rows in self._where.items():
             for i, mark in zip(rows.tensors, _marks(_memory(dtype)[rows.where]), strict=True):
@@ -335,6 +381,11 @@ class Together:
         found: list[Any] = [None] * len(tensors)
         marks: list[int | None] = [None] * len(tensors)
         kept, elsewhere = self._find(tensors)
+        if not whole:
+            gathered = _gathered({i: kept[i] for i in elsewhere if _can_be_gathered(kept[i])})
+            for i, sampled in gathered.items():
+                found[i] = sampled
+            elsewhere = [i for i in elsewhere if i not in gathered]
         for i in elsewhere:
             found[i], marks[i] = _taken_elsewhere(kept[i], whole=whole)
         for dtype, rows in self._where.items():
@@ -362,6 +413,55 @@ def _flat(tensor: torch.Tensor, spot: _Spot) -> npt.NDArray[Any]:
     return _flat(copy, spot).copy()  # before the copy is let go of
 
 
+def _can_be_gathered(tensor: torch.Tensor) -> bool:
+    """Return whether one kernel may read some elements of a tensor together with those of others."""
+    return (
+        type(tensor) in OWN
+        and tensor.layout == torch.strided
+        and tensor.dtype in _DTYPES
+        and is_on_device(tensor)
+        and not tensor.is_nested
+        # FSDP frees the storage of what it has gathered
+        and 0 < tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
+    )
+
+
+def _gathered(tensors: Mapping[int, torch.Tensor]) -> dict[int, GatheredSample]:
+    """Sample tensors on a device: one kernel for all of one device and dtype, whatever their number."""
+    groups: dict[Any, list[int]] = {}
+    for i, tensor in tensors.items():
+        groups.setdefault((tensor.device, tensor.dtype), []).append(i)
+    found = dict[int, GatheredSample]()
+    for members in groups.values():
+        views = list[torch.Tensor]()
+        numbers = list[int]()
+        with torch.no_grad():
+            for i in members:
+                some = _some_elements(tensors[i])
+                numbers.append(sum(map(len, some)))
+                views += some
+            of = Gathered(torch.cat(views))
+        begin = 0
+        for i, number in zip(members, numbers, strict=True):
+            found[i] = GatheredSample(of, begin, number)
+            begin += number
+    return found
+
+
+def _some_elements(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the sampled elements of a tensor as views, in the order of its rows."""
+    number = tensor.numel()
+    step = _stride(number)
+    count = min(ELEMENTS, -(-number // step))
+    if tensor.is_contiguous():
+        return [tensor.as_strided((count,), (step,))]
+    # of a convolution in `channels_last`: the elements have no stride, and a copy of all would take
+    # the program's time
+    places = _Spot(None, 0, number, tuple(tensor.shape), tensor.stride()).places()
+    first = tensor.storage_offset()
+    return [tensor.as_strided((1,), (1,), first + int(place)) for place in places[:count]]
+
+
 def _taken_elsewhere(tensor: torch.Tensor, *, whole: bool) -> tuple[Raw, int | None]:
     if tensor.layout == torch.strided:
         size = tensor.numel() * tensor.element_size()
@@ -374,7 +474,7 @@ def _taken_elsewhere(tensor: torch.Tensor, *, whole: bool) -> tuple[Raw, int | N
             found = _of_sparse(
                 tensor
             )  # its values have no fixed places: strided elements would compare other rows
-            return (found.numpy() if found.device.type == "cpu" else found), None
+            return (found if is_on_device(found) else found.numpy()), None
         flat = tensor.reshape(-1)
         step = _stride(tensor.numel())
         picked = flat[: step * (ELEMENTS - 1) + 1 : step].double()
@@ -440,9 +540,25 @@ def read(samples: Sequence[Raw]) -> list[Vector]:
 
     Those that lie on a device are brought over together, which waits for it once.
     """
-    on_device = [s for s in samples if isinstance(s, torch.Tensor)]
-    over: Iterator[Vector] = iter(())
-    if on_device:
-        flat = torch.cat(on_device).cpu().numpy()
-        over = iter(np.split(flat, np.cumsum([len(s) for s in on_device])[:-1]))
-    return [next(over) if isinstance(s, torch.Tensor) else s for s in samples]
+    waiting: dict[torch.device, list[torch.Tensor]] = {}
+    gathered: dict[int, Gathered] = {}
+    for one in samples:
+        if isinstance(one, torch.Tensor):
+            waiting.setdefault(one.device, []).append(one)
+        elif isinstance(one, GatheredSample) and one.of.on_host is None:
+            gathered[id(one.of)] = one.of
+    for of in gathered.values():
+        waiting.setdefault(of.on_device.device, []).append(of.on_device)
+    over = {device: iter(_brought_over(tensors)) for device, tensors in waiting.items()}
+    found: list[Any] = [next(over[s.device]) if isinstance(s, torch.Tensor) else s for s in samples]
+    for of in gathered.values():
+        of.on_host = next(over[of.on_device.device])
+    return [s.on_host() if isinstance(s, GatheredSample) else s for s in found]
+
+
+def _brought_over(tensors: Sequence[torch.Tensor]) -> list[Vector]:
+    """Return vectors of one device as arrays; waits for it once."""
+    # a lower precision becomes the highest one among them, which is exact
+    flat = torch.cat(list(tensors)).cpu().double().numpy()
+    found: list[Vector] = np.split(flat, np.cumsum([len(s) for s in tensors])[:-1])
+    return found

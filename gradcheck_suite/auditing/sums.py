@@ -1,5 +1,5 @@
-"""Is `.grad` the sum of the window's passes? The first question that is answered yes names the
-fault.
+"""Is `.grad` the sum of the window's passes? One table of rules, each with the question that it
+asks of the evidence of a window.
 """
 
 from __future__ import annotations
@@ -7,15 +7,23 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise, product
-from statistics import median
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Literal
 
+import numpy as np
+
 from gradcheck_suite.auditing.events import BY_HAND, PassRecord
+from gradcheck_suite.auditing.evidence import (
+    Columns,
+    Mask,
+    Numbers,
+    WindowEvidence,
+    are_near,
+    columns_of,
+    in_any_row,
+)
 from gradcheck_suite.auditing.places import (
-    Loop,
-    Place,
     is_clipping,
     is_edit,
     is_given_up,
@@ -27,602 +35,673 @@ from gradcheck_suite.auditing.replay import (
     EARLIER,
     NEGLIGIBLE,
     UNKNOWN,
+    Fit,
     Seen,
     Source,
     StepWindow,
     near,
 )
-from gradcheck_suite.core.findings import Found, finding
+from gradcheck_suite.auditing.rules import Change, Need, Rule, Sighting
 from gradcheck_suite.core.text import counted
 
 MOST_LINES = 3
 """Lines that a sentence names."""
-
-
-@dataclass(frozen=True)
-class Change:
-    """What changed `.grad`, and where.
-
-    Attributes:
-        what: a `reset` or an `edit`.
-        lines: that may have done it, a few at most; the one of a single line is known.
-    """
-
-    what: Literal["reset", "edit", "division"]
-    lines: Sequence[str]
-
-    @property
-    def line(self) -> str | None:
-        """The line, where it is known; it may begin with a library's for one of the user's."""
-        return self.lines[0] if len(self.lines) == 1 else None
-
-    def __str__(self) -> str:
-        done = "reset" if self.what == "reset" else "changed"
-        lines = " or ".join(line.partition(" < ")[0] for line in self.lines)
-        return f" (`.grad` was {done} at {lines})"
-
-
-@dataclass(frozen=True)
-class StepFault:
-    """What is wrong with a window.
-
-    Attributes:
-        name: the diagnosis.
-        sentence: what is wrong.
-        key: of a parameter that shows it, or None.
-        keys: of the parameters that are hit, where others are not.
-        kind: the part of the promise.
-        causes: of the fault, for which the table of faults has remedies of their own.
-        change: what is to be changed, and where.
-    """
-
-    name: str
-    sentence: str
-    key: int | None = None
-    keys: Sequence[int] = ()
-    kind: str = "gradient"
-    causes: tuple[str, ...] = ()
-    change: Change | None = None
-
-
-OF_SUMS = {
-    "earlier window": StepFault("stale-window", "the gradient of an earlier step is still in it"),
-    "buffer": StepFault(
-        "stale-window",
-        "what the program has put into `.grad` has the gradient of an earlier step in it, too",
-        causes=("buffer",),
-    ),
-    "empty window": StepFault(
-        "stale-window",
-        "nothing went backward since the last step, and `.grad` is not empty: the gradient of an"
-        " earlier step is still in it",
-    ),
-    "handed over once": StepFault(
-        "stale-window",
-        "`.grad` is still the tensor of an earlier step, and nothing of this window was handed"
-        " over",
-        causes=("handed-over",),
-    ),
-    "another optimizer's pass": StepFault(
-        "stale-window",
-        "`.grad` still has the gradient of a backward pass that belonged to another optimizer's"
-        " step",
-        causes=("other-optimizer",),
-    ),
-    "all reset": StepFault(
-        "no-gradient",
-        "nothing of the window is in the gradient: it was reset between backward and the step",
-    ),
-    "last passes": StepFault(
-        "reset-inside-window", "only the last backward passes of the window are in the gradient"
-    ),
-    "written over": StepFault(
-        "reset-inside-window", "results of `torch.autograd.grad` are written over"
-    ),
-    "dropped": StepFault(
-        "dropped-micro-batch", "some backward passes of the window are not in the gradient"
-    ),
-    "repeated": StepFault(
-        "repeated-micro-batch", "a loss goes backward more than once in the window"
-    ),
-    "torn": StepFault(
-        "repeated-micro-batch",
-        "a backward pass ended with an exception, and what had arrived by then is in the gradient",
-        causes=("exception",),
-    ),
-    "running sum": StepFault(
-        "repeated-micro-batch",
-        "earlier losses go backward several times, as when the running sum of the losses goes"
-        " backward each time",
-    ),
-    "rescaled": StepFault(
-        "rescaled-accumulator", "the running sum itself is rescaled at every micro-batch"
-    ),
-    "not a sum": StepFault(
-        "not-linear",
-        "something else changes `.grad` between the backward passes, such as clipping, noise or a"
-        " shared buffer",
-        causes=("between-passes",),
-    ),
-    "clipped": StepFault(
-        "clipped",
-        "`.grad` is clipped between the backward passes of the window, so that micro-batches that"
-        " are in it already weigh less",
-        causes=("in-audit",),
-    ),
-    "hook": StepFault(
-        "not-linear",
-        "a hook on a parameter changes the gradient of each micro-batch in a way that is no fixed"
-        " factor of its elements (clipping, noise, normalization)",
-        causes=("between-passes",),
-    ),
-    "hook again": StepFault(
-        "wrong-scale",
-        "a hook is on a parameter once more than before, and changes its gradient once more",
-        causes=("growing",),
-    ),
-    "step per pass": StepFault(
-        "step-per-micro-batch",
-        "the optimizer steps after every micro-batch, where accumulation_steps = {steps}",
-        kind="step-count",
-    ),
-    "step on zeros": StepFault(
-        "repeated-step",
-        "nothing went backward since the last step and `.grad` is 0, and this step moves parameters"
-        " once more (by momentum, averages or decay)",
-        kind="step-count",
-        causes=("zeros",),
-    ),
-    "tail": StepFault(
-        "tail-dropped",
-        "{lost} went backward and never reached a step",
-        kind="step-count",
-        causes=("in-audit",),
-    ),
-    "moved": StepFault(
-        "stale-parameters",
-        "parameters were written between the backward passes of the window, so its micro-batches"
-        " were computed with different ones",
-    ),
-    "moved by another": StepFault(
-        "stale-parameters",
-        "another optimizer, which trains on the same passes, steps between the micro-batches of"
-        " this window",
-    ),
-    "local": StepFault(
-        "not-reduced",
-        "only each rank's own gradient is in `.grad` at the step, not reduced over the ranks",
-    ),
-}
-"""What was seen -> the fault of a sum."""
-
-
-@dataclass(frozen=True)
-class Sums:
-    """What `.grad` is made of at a step.
-
-    Attributes:
-        fault: what is wrong, or None.
-        excuse: a finding that says why passes that are missing are no fault, or None.
-        removed: parameters whose gradient was taken away after the last pass.
-        may_be_right: whether the passes have unequal coefficients, with which the losses may weigh
-            rightly.
-        by_hand: whether the program put it together itself, from what arrived and was kept
-            elsewhere.
-        untold: whether it cannot be told if it did, or reset and edited it.
-        unlike: whether that is since no sum of what arrived explains most of it.
-        first_point: where the same micro-batches went backward at two points, as of SAM, the passes
-            at the first one.
-    """
-
-    fault: StepFault | None = None
-    excuse: Found | None = None
-    removed: Sequence[int] = ()
-    may_be_right: bool = False
-    by_hand: bool = False
-    untold: bool = False
-    unlike: bool = False
-    first_point: Mapping[Source, float] = field(default_factory=dict)
-
-
-def _fault(
-    seen: str,
-    key: int | None = None,
-    *,
-    keys: Sequence[int] = (),
-    where: str = "",
-    change: Change | None = None,
-) -> Sums:
-    fault = replace(OF_SUMS[seen], key=key, keys=keys, change=change)
-    return Sums(replace(fault, sentence=f"{fault.sentence}{where}{change or ''}"))
-
-
-def _excuse(name: str, sentence: str, window: StepWindow) -> Sums:
-    return Sums(excuse=finding(name, sentence, window.step.place))
-
-
-class Members:
-    """The passes of a window, sorted by what may be asked of them.
-
-    Attributes:
-        mean: index of a pass -> its coefficient in `.grad`, the median over parameters.
-        own: passes that the window must have.
-        optional: passes that another optimizer has stepped on.
-        by_hand: passes whose results the program puts into `.grad` itself.
-    """
-
-    def __init__(self, window: StepWindow) -> None:
-        self.window = window
-        self.by_parameter: dict[int, list[tuple[int, float]]] = {i: [] for i in window.passes}
-        for index, seen in window.passes.items():
-            reached = [
-                record.arrivals.keys() & window.coefficients.keys() for record in seen.records
-            ]
-            for rank, keys in enumerate(reached if window.null else ()):
-                keys -= {key for key in keys if (rank, index, key) in window.null}
-            for key, coefficients in window.coefficients.items():
-                own = [
-                    coefficients.get((rank, index), 0.0)
-                    for rank, keys in enumerate(reached)
-                    if key in keys
-                ]
-                if own:
-                    self.by_parameter[index].append((key, max(own, key=abs)))
-        self.mean = {
-            i: median(c for _, c in found) if found else 0.0
-            for i, found in self.by_parameter.items()
-        }
-        told = [i for i, found in self.by_parameter.items() if found or not self.is_null(i)]
-        self.by_hand = [i for i in told if window.passes[i].by_hand]
-        rest = [i for i in told if i not in self.by_hand]
-        self.own = [
-            i
-            for i in rest
-            if not window.seen[i] and (self.is_in(i) or not any(window.seen.values()))
-        ]
-        self.optional = [i for i in rest if window.seen[i]] if self.own else []
-        if not self.own:
-            rest = [i for i in rest if self.is_in(i)] or rest
-        self.required = [i for i in rest if i not in self.optional]
-
-    def is_null(self, index: int) -> bool:
-        """Return whether what arrived from a pass was exactly 0, which tells nothing."""
-        window = self.window
-        records = self.window.passes[index].records
-        if not window.null:
-            return False
-        reached = [
-            (rank, index, k)
-            for rank, r in enumerate(records)
-            for k in r.arrivals
-            if k in window.coefficients
-        ]
-        return bool(reached) and all(place in window.null for place in reached)
-
-    def is_in(self, index: int) -> bool:
-        """Return whether a pass is in `.grad`."""
-        # a coefficient that is fitted is never exactly 0, and one that was clipped several times
-        # may be as small
-        return abs(self.mean[index]) > (NEGLIGIBLE if self.window.edit == BY_HAND else 0.0)
-
-    def places(self, indices: Sequence[int]) -> set[Place]:
-        """Return where these passes were called."""
-        return {self.window.passes[i].site for i in indices}
-
-    def missing_parameters(self) -> list[int]:
-        """Return the parameters that a pass reached and that have no gradient."""
-        window = self.window
-        missing = {
-            key
-            for index, seen in window.passes.items()
-            for rank, record in enumerate(seen.records)
-            for key in record.arrivals.keys() - window.coefficients.keys()
-            if key in window.keys and (rank, index, key) not in window.null
-        }
-        return sorted(missing)
-
-    def moved(self, index: int, other: int | None = None) -> bool:
-        """Return whether parameters had other values in this pass than in another one, or in the
-        window's last one.
-        """
-        last = self.required[-1] if other is None else other
-        points = [self.window.passes[i].records[0].points for i in (index, last)]
-        return any(
-            points[0].get(k) != points[1].get(k)
-            for k in self.window.keys
-            if k in points[0] and k in points[1]
-        )
-
-
-def is_alike(window: StepWindow) -> bool:
-    """Return whether each pass has one coefficient in all the parameters that it has reached."""
-    members = Members(window)
-    return all(
-        near(c, members.mean[i], 1e-2)
-        for i, found in members.by_parameter.items()
-        for _, c in found
-    )
-
-
-def judge_sums(
-    members: Members, typical_k: int | None, longest: int, stepped_in: Loop | None = None
-) -> Sums:
-    """Judge whether `.grad` is the sum of the window's passes.
-
-    The first question that is answered yes names the fault.
-
-    Args:
-        members: the passes of the window.
-        typical_k: the number of passes of most windows in which nothing is missing, where it is
-            known.
-        longest: the number of passes of the longest of them; 0 where there was none.
-        stepped_in: where in its outer loops the program was at the optimizer's last step; None
-            where that is not known.
-    """
-    window = members.window
-    if window.local:
-        reduced = [str(j) for j, seen in enumerate(window.passes.values()) if seen.reduced]
-        which = f": micro-batch {', '.join(reduced)} of the window was, and the others were not"
-        some = window.is_reduced and window.coefficients.keys() - {*window.local}
-        return _fault("local", keys=[*window.local] if some else (), where=which if reduced else "")
-    if not window.passes and any(window.coefficients.values()):
-        return _fault("empty window")
-    if window.edit == "all reset" or (members.required and not window.coefficients):
-        return _fault("all reset")
-    if others := _judge_others(members) or _judge_by_hand(members):
-        return others
-    if torn := [
-        i
-        for i in members.own
-        if members.is_in(i) and any(r.raised for r in window.passes[i].records)
-    ]:
-        return _fault("torn", keys=[key for key, c in members.by_parameter[torn[0]] if c])
-    if window.edit == BY_HAND:
-        return _judge_kept(members) or Sums()
-    if any(source[1] == UNKNOWN for cs in window.coefficients.values() for source in cs):
-        change = _edits(members)
-        return _fault("clipped" if _is_clipping(members) else "not a sum", change=change)
-    lost = [i for i in members.required if not members.is_in(i)]
-    edited = window.fit if window.edit == "free" else None
-    is_hidden = edited is not None and bool(edited.lost) and edited.left > MOST_LEFT
-    if edited is not None and edited.tells and edited.lost and edited.is_of_copies:
-        is_unlike = is_hidden and not edited.is_plausible
-        return Sums(untold=True, unlike=True) if is_unlike else Sums(by_hand=True)
-    if lost:
-        found = _judge_lost(members, lost, typical_k, longest, stepped_in)
-        is_untold = (
-            found.fault
-            and edited
-            and ((is_hidden and not edited.is_plausible) or edited.is_blank or not edited.tells)
-        )
-        return Sums(untold=True, unlike=edited.tells) if is_untold and edited else found
-    if unequal := _judge_parameters(members):
-        return unequal
-    if len(members.required) > 1 and any(members.moved(i) for i in members.required):
-        return _fault("moved")
-    return Sums()
-
-
-def _judge_others(members: Members) -> Sums | None:
-    """Judge what is in `.grad` of earlier windows, or of another optimizer."""
-    window = members.window
-    stale = [
-        key
-        for key, coefficients in window.coefficients.items()
-        if any(
-            abs(c) > NEGLIGIBLE and (i == EARLIER or 0 <= i < window.before)
-            for (_, i), c in coefficients.items()
-        )
-    ]
-    if stale:
-        # a copy of a parameter lacks the window as long as nobody writes to it
-        of_copies = window.copies and all(
-            {i for _, i in window.coefficients[key]} == {EARLIER} for key in stale
-        )
-        some = stale if of_copies and len(stale) < len(window.coefficients) else ()
-        seen = (
-            "handed over once"
-            if of_copies
-            else "buffer"
-            if window.edit == BY_HAND
-            else "earlier window"
-        )
-        return _fault(seen, stale[0], keys=some)
-    left = [i for i in members.optional if members.is_in(i)]
-    if left and not members.places(left) & members.places(members.own):
-        return _fault("another optimizer's pass")
-    *before, last = members.required or [0]
-    between = any(
-        at <= last
-        for i in before
-        for other, at in window.seen[i].items()
-        if other != window.optimizer
-    )
-    if not members.own and between and any(members.is_in(i) for i in before):
-        return _fault("moved by another")
-    return None
-
-
-def _judge_by_hand(members: Members) -> Sums | None:
-    """Judge a gradient that the program put together: a pass that is written over by the next one
-    of the same place.
-    """
-    places = {True: set[Place](), False: set[Place]()}
-    for i in members.by_hand:
-        places[abs(members.mean[i]) > 1e-3].add(members.window.passes[i].site)
-    if both := places[True] & places[False]:
-        return _fault("written over", where=f" ({', '.join(sorted(map(str, both)))})")
-    return None
-
-
 MOST_LEFT = 0.25
 """The share of an edited `.grad` that no sum of the passes explains, from which on they are not told from chance."""
+FEWEST_LOST = 6
+"""Passes that windows of one pass lose in turn, from which on that is no decision for some steps."""
 FEWEST_KEPT = 3
 """Gradients put together by hand whose coefficients may show a factor between neighbours: two tasks may have any."""
 
+E = WindowEvidence
+Found = Sighting | bool | None
 
-def _judge_kept(members: Members) -> Sums | None:
-    """Judge gradients that the program has kept and put together: a sum that is rescaled each time.
+
+# What stands in `.grad` beside the window's passes, or in place of them.
+
+
+def _is_local(e: E) -> Found:
+    """Ask whether `.grad` is each rank's own."""
+    window = e.window
+    if not window.local:
+        return None
+    reduced = [str(j) for j in range(len(e.indices)) if e.pass_of(j).reduced]
+    which = f": micro-batch {', '.join(reduced)} of the window was, and the others were not"
+    some = window.is_reduced and window.coefficients.keys() - {*window.local}
+    return Sighting(more=which if reduced else "", keys=[*window.local] if some else ())
+
+
+def _is_of_earlier_step(e: E) -> bool:
+    """Ask whether `.grad` is not empty, and nothing went backward since the last step."""
+    return not e.indices and any(e.window.coefficients.values())
+
+
+def _is_empty(e: E) -> bool:
+    """Ask whether nothing of the passes is left."""
+    is_gone = bool(e.required) and not e.window.coefficients
+    return e.window.edit == "all reset" or is_gone
+
+
+def _is_handed_over_once(e: E) -> bool:
+    """Return whether a copy of a parameter lacks the window, as long as nobody writes to it."""
+    only_earlier = {EARLIER}
+    return e.window.copies and all(
+        {i for _, i in e.window.coefficients[key]} == only_earlier for key in e.stale
+    )
+
+
+def _of_copies(e: E) -> Found:
+    """Ask whether copies of parameters still have the gradient of an earlier step."""
+    if not e.stale or not _is_handed_over_once(e):
+        return None
+    some = e.stale if len(e.stale) < len(e.keys) else ()
+    return Sighting(key=e.stale[0], keys=some)
+
+
+def _of_buffer(e: E) -> Found:
+    """Ask whether what the program puts into `.grad` has an earlier window in it."""
+    return Sighting(key=e.stale[0]) if e.stale and e.window.edit == BY_HAND else None
+
+
+def _of_earlier_windows(e: E) -> Found:
+    """Ask whether passes of earlier windows stand in `.grad`."""
+    return Sighting(key=e.stale[0]) if e.stale else None
+
+
+def _of_another_optimizer(e: E) -> bool:
+    """Ask whether a pass that another optimizer has stepped on is left in `.grad`."""
+    left = [j for j in e.optional if e.in_sum[j]]
+    return bool(left) and not e.places(left) & e.places(e.own)
+
+
+def _is_moved_by_another(e: E) -> bool:
+    """Ask whether another optimizer steps between the passes of the window, which it shares."""
+    if e.own or len(e.required) < 2:
+        return False
+    *before, last = e.required
+    window = e.window
+    steps = [at for j in before for at in _other_steps(window, e.indices[j])]
+    between = any(at <= e.indices[last] for at in steps)
+    return between and bool(e.in_sum[before].any())
+
+
+def _other_steps(window: StepWindow, index: int) -> Sequence[int]:
+    """Return at which numbers of passes other optimizers have stepped on one."""
+    return [at for other, at in window.seen[index].items() if other != window.optimizer]
+
+
+def _is_written_over(e: E) -> Found:
+    """Ask whether a result of `torch.autograd.grad` is written over by the next one of its line."""
+    is_there = np.abs(e.mean) > 1e-3
+    there = columns_of(e.by_hand & is_there)
+    gone = columns_of(e.by_hand & ~is_there)
+    both = e.places(there) & e.places(gone)
+    return Sighting(more=f" ({', '.join(sorted(map(str, both)))})") if both else None
+
+
+def _is_torn(e: E) -> Found:
+    """Ask whether a pass that ended with an exception is in `.grad`."""
+    for j in e.own:
+        if e.in_sum[j] and _has_raised(e, j):
+            row = np.nan_to_num(e.coefficients[:, j])
+            return Sighting(keys=[e.keys[int(k)] for k in np.flatnonzero(row)])
+    return None
+
+
+def _has_raised(e: E, column: int) -> bool:
+    return any(record.raised for record in e.pass_of(column).records)
+
+
+# Gradients that the program has put together itself.
+
+
+def _is_rescaled_by_program(e: E) -> Found:
+    """Ask whether gradients that the program has kept are put together as a sum that is rescaled
+    each time.
 
     The coefficients of tasks are the program's. Passes of one line that reach the same parameters
     are micro-batches, and of their coefficients 2, the number of passes, and one over these are
     what adding a buffer to itself or dividing it each time gives.
     """
-    window = members.window
-    r = len(members.required)
-    terms = {
-        tuple(term.expression for term in record.terms)
-        for i in members.required
-        for record in window.passes[i].records
-    }
-    reached = {
-        frozenset(record.arrivals) for i in members.required for record in window.passes[i].records
-    }
-    if r < FEWEST_KEPT or len(members.places(members.required)) > 1 or len(terms | reached) > 2:
+    r = len(e.required)
+    if e.window.edit != BY_HAND or r < FEWEST_KEPT or not _are_micro_batches(e):
         return None
-    values = [members.mean[i] for i in members.required]
-    if not all(values) or not is_alike(window):
+    values = e.mean[e.required]
+    if not values.all() or not e.is_alike:
         return None
-    tolerance = max(1e-3, 4 * window.error)
-    ratios = [a / b for a, b in pairwise(values)]
-    fitting = [
-        one
-        for one in (1.0, 2.0, 0.5, float(r), 1.0 / r)
-        if all(near(ratio, one, tolerance) for ratio in ratios)
-    ]
+    tolerance = max(1e-3, 4 * e.window.error)
+    ratios = values[:-1] / values[1:]
     # in low precision the coefficients may be known so badly that equal ones fit as well
-    if not fitting or 1.0 in fitting:
+    shares = np.array([1.0, 2.0, 0.5, r, 1 / r])
+    is_equal, *others = [bool(are_near(ratios, share, tolerance).all()) for share in shares]
+    if is_equal or not any(others):
         return None
-    listed = ":".join(f"{value / min(map(abs, values)):.3g}" for value in values)
-    return _fault("rescaled", where=f" (the micro-batches weigh {listed})")
+    listed = ":".join(f"{value / np.abs(values).min():.3g}" for value in values)
+    return Sighting(more=f" (the micro-batches weigh {listed})")
 
 
-def _judge_lost(
-    members: Members,
-    lost: Sequence[int],
-    typical_k: int | None,
-    longest: int,
-    stepped_in: Loop | None,
-) -> Sums:
-    """Judge passes that are not in `.grad`: discarded on purpose, dropped, or reset."""
-    window = members.window
-    kept = [i for i in members.required if i not in lost]
-    elsewhere = not members.places(lost) & members.places(kept)
-    if window.not_finite & set(lost):
-        return _excuse("reset-non-finite", "gradients were not finite, and were reset", window)
-    if elsewhere and all(set(window.passes[i].consumers) - {window.optimizer} for i in lost):
-        said = "passes that another optimizer steps on were reset"
-        return _excuse("reset-shared-pass", said, window)
-    if all(members.moved(i) for i in lost):
-        # another pass at the first point may have been discarded before: it did not stand there
-        # with these
-        together = {
-            i for group in window.kept_apart for _, i in group if (0, lost[-1]) in group
-        } or {*lost}
-        first = [i for i in lost if i in together and not members.moved(i, lost[-1])]
-        return _judge_points(members, first, kept)
-    if elsewhere and window.first:
-        said = "what other lines sent backward was reset before the first step"
-        return _excuse("reset-before-first-step", said, window)
-    if elsewhere:
-        # `.grad` alone cannot tell a pass that is discarded on purpose (statistics, a warm-up) from
-        # a slip
-        lines = ", ".join(sorted(place.line for place in members.places(lost)))
-        said = "what goes backward here was reset, and is in no step"
-        return Sums(excuse=finding("discarded-pass", said, lines))
-    if kept and typical_k and len(kept) == typical_k and len(lost) % typical_k == 0:
-        return _excuse("discarded-window", "a whole window was reset without a step", window)
-    if any(r.raised for r in window.passes[max(lost)].records) and len(kept) == (
-        typical_k or len(kept)
-    ):
-        said = "a window was begun anew after an exception in backward"
-        return _excuse("window-begun-anew", said, window)
-    begun, ended = (
-        window.passes[i].records[0].loop for i in (max(lost), min(kept, default=max(lost)))
-    )
-    if (
-        None not in (stepped_in, begun)
-        and begun not in (stepped_in, ended)
-        and max(lost) < min(kept)
-    ):
-        # no step came in this round of the outer loop: not the rest of an epoch, but a window that
-        # was given up
-        said = (
-            f"a window was given up before its end{_resets(members, lost) or ''}: its micro-batches"
-            " are in no step"
-        )
-        return _excuse("window-given-up", said, window)
-    if stopped := _stopped(members, lost, kept):
-        return _excuse("window-given-up", stopped, window)
-    if _is_rest_of_epoch(window, lost, kept, typical_k, longest):
-        fault = tail_dropped(len(lost))
-        return Sums(replace(fault, sentence=f"{fault.sentence}{_resets(members, lost) or ''}"))
-    anew = len(kept) > 1 and max(lost) < min(kept) and weigh_one(window, used_of(window))
-    if anew and is_tried(window.passes[max(lost)].site):
-        # what is left is a whole mean: the rest of a window that is reset inside would weigh less
-        said = (
-            f"a window was begun anew{_resets(members, lost) or ''}: what went backward before is in"
-            " no step"
-        )
-        return _excuse("window-begun-anew", said, window)
-    hit = {k for i in lost for k, c in members.by_parameter[i] if abs(c) < NEGLIGIBLE}
-    whole = all(abs(c) < NEGLIGIBLE for i in lost for _, c in members.by_parameter[i])
-    seen = "dropped" if kept and max(lost) > min(kept) else "last passes"
-    reset = _resets(members, lost)
-    if reset is None and _is_clipping(members):
-        # of what clipping by value has cut off, nothing of the earlier passes may be left
-        return _fault("clipped", change=_edits(members))
-    return _fault(seen, keys=() if whole else [*hit], change=reset)
+def _are_micro_batches(e: E) -> bool:
+    """Return whether the passes come from one line, have one loss, and reach the same parameters."""
+    records = [record for j in e.required for record in e.pass_of(j).records]
+    losses = {tuple(term.expression for term in record.terms) for record in records}
+    reached = {frozenset(record.arrivals) for record in records}
+    return len(e.places(e.required)) == 1 and len(losses) == 1 and len(reached) == 1
 
 
-def _stopped(members: Members, lost: Sequence[int], kept: Sequence[int]) -> str | None:
-    """Say that a window was given up on purpose: its reset stands before a `break` or a `return`."""
-    if not kept or max(lost) > min(kept):
+def _is_fitted(e: E) -> bool:
+    """Ask whether a sum of what the passes have brought is `.grad`, as one that is put together."""
+    return e.window.edit == BY_HAND
+
+
+def _edited(e: E) -> Fit | None:
+    """Return the fit of a `.grad` that is edited after the last pass."""
+    return e.window.fit if e.window.edit == "free" else None
+
+
+def _is_hidden(fit: Fit) -> bool:
+    """Return whether passes were reset, and most of what is left over is none of theirs."""
+    return bool(fit.lost) and fit.left > MOST_LEFT
+
+
+def _are_copies(e: E) -> bool:
+    """Return whether passes that were reset are in `.grad`, as the program has kept copies."""
+    fit = _edited(e)
+    return fit is not None and fit.tells and bool(fit.lost) and fit.is_of_copies
+
+
+def _is_of_copies(e: E) -> bool:
+    """Ask whether `.grad` is put together from copies of what was reset."""
+    return _are_copies(e)
+
+
+def _is_like_by_chance(e: E) -> bool:
+    """Return whether a `.grad` that looks put together from copies may be something else."""
+    fit = _edited(e)
+    if fit is None or not _are_copies(e) or not _is_hidden(fit):
+        return False
+    return e.history.unlike or not fit.is_plausible
+
+
+def _is_covered(e: E) -> bool:
+    """Return whether something else covers what an edited `.grad` has of the passes."""
+    fit = _edited(e)
+    if fit is None or not e.lost or not fit.tells:
+        return False
+    return fit.is_blank or (_is_hidden(fit) and not fit.is_plausible)
+
+
+def _is_too_small(e: E) -> bool:
+    """Return whether an edited `.grad` has too few elements to tell its passes apart."""
+    fit = _edited(e)
+    return fit is not None and bool(e.lost) and not fit.tells
+
+
+_UNLIKE = (
+    "`.grad` is put together by hand, or was reset and edited: no sum of what the backward"
+    " passes of the window have brought explains most of it"
+)
+LIKENESS = Need[E]("unlike-gradient", _UNLIKE, _is_like_by_chance)
+UNCOVERED = Need[E]("unlike-gradient", _UNLIKE, _is_covered)
+ENOUGH_ELEMENTS = Need[E](
+    "too-few-elements",
+    "`.grad` is put together by hand, or was reset and edited: the model has too few elements"
+    " for so many micro-batches, or their gradients are too much alike in its dtype, to tell"
+    " which of them are in it",
+    _is_too_small,
+)
+TOLD_APART = (LIKENESS, UNCOVERED, ENOUGH_ELEMENTS)
+
+
+# What was changed between the passes.
+
+
+def _is_unknown(e: E) -> bool:
+    """Return whether something that no event explains stands in `.grad`."""
+    return any(index == UNKNOWN for cs in e.window.coefficients.values() for _, index in cs)
+
+
+def _is_clipped_between(e: E) -> Found:
+    """Ask whether clipping between the passes is what no fixed factor explains."""
+    return Sighting(change=_edits(e)) if _is_unknown(e) and _is_clipping(e) else None
+
+
+def _is_edited_between(e: E) -> Found:
+    """Ask whether an edit between the passes is what no fixed factor explains."""
+    return Sighting(change=_edits(e)) if _is_unknown(e) else None
+
+
+# Passes that are not in `.grad`.
+
+
+def _at_step(e: E) -> str:
+    return str(e.window.step.place)
+
+
+def _is_elsewhere(e: E) -> bool:
+    """Return whether no pass of the lines whose passes are lost is in `.grad`."""
+    return not e.places(e.lost) & e.places(e.kept)
+
+
+def _comes_first(e: E) -> bool:
+    """Return whether what is lost came before what is kept."""
+    return bool(e.kept) and max(e.lost) < min(e.kept)
+
+
+def _is_reset_non_finite(e: E) -> Found:
+    lost = {e.indices[j] for j in e.lost}
+    return Sighting(where=_at_step(e)) if e.window.not_finite & lost else None
+
+
+def _is_reset_shared(e: E) -> Found:
+    """Ask whether another optimizer steps on all that is lost."""
+    if not e.lost or not _is_elsewhere(e):
         return None
-    change = _resets(members, lost)
-    if change is None or change.line is None or not is_given_up(change.line):
-        return None
-    return (
-        f"an update was stopped before its end (`.grad` was reset at {change.line}, and its loop was"
-        f" left): {counted(len(lost), 'micro-batch')} of it are in no step"
-    )
+    own = {e.window.optimizer}
+    is_shared = all(e.pass_of(j).consumers.keys() - own for j in e.lost)
+    return Sighting(where=_at_step(e)) if is_shared else None
 
 
-def tail_dropped(lost: int) -> StepFault:
-    """Return the fault of so many micro-batches that went backward and reached no step."""
-    fault = OF_SUMS["tail"]
-    return replace(fault, sentence=fault.sentence.format(lost=counted(lost, "micro-batch")))
+def _first_point(e: E) -> Columns:
+    """Return the lost passes at a first point, as of SAM, from which the parameters were moved.
 
-
-def _judge_points(members: Members, first: Sequence[int], kept: Sequence[int]) -> Sums:
-    """Compare passes at two points, as of SAM: a step is on those at the second one, which the
-    first ones led to.
+    Empty where there is none.
     """
-    numbers = f"{counted(len(first), 'micro-batch')} went backward at the first point"
-    if 0 < len(kept) < len(first):
-        return _fault(
-            "dropped",
-            where=f" ({numbers}, and {len(kept)} at the point whose gradient is stepped on)",
-        )
-    passes = members.window.passes
-    before, after = ([items_of(passes[i]) for i in at] for at in (first, kept))
-    first_mass, mass = (
-        sum(weight * count for of_pass in at for weight, count in of_pass) for at in (before, after)
-    )
-    if len(first) < len(kept):
-        said = f"{numbers}, and {len(kept)} at the second one"
-    elif mass and not near(first_mass, mass, 1e-3):
+    if not e.lost or not all(e.moved(j) for j in e.lost):
+        return []
+    last = e.lost[-1]
+    # another pass at the first point may have been discarded before: it did not stand there with
+    # these
+    together = {
+        index
+        for group in e.window.kept_apart
+        for _, index in group
+        if (0, e.indices[last]) in group
+    }
+    return [
+        j for j in e.lost if (not together or e.indices[j] in together) and not e.moved(j, last)
+    ]
+
+
+def _has_fewer_at_second_point(e: E) -> Found:
+    first = len(_first_point(e))
+    numbers = {"first": counted(first, "micro-batch"), "second": len(e.kept)}
+    return Sighting(numbers) if 0 < len(e.kept) < first else None
+
+
+def _has_two_points(e: E) -> Found:
+    """Compare passes at two points: a step is on those at the second one, which the first ones led
+    to.
+    """
+    first = _first_point(e)
+    if not first:
+        return None
+    before = [items_of(e.pass_of(j)) for j in first]
+    after = [items_of(e.pass_of(j)) for j in e.kept]
+    mass = _mass(after)
+    if len(first) < len(e.kept):
+        number = counted(len(first), "micro-batch")
+        said = f"{number} went backward at the first point, and {len(e.kept)} at the second one"
+    elif mass and not near(_mass(before), mass, 1e-3):
         said = (
-            f"the losses at the first point weigh {first_mass / mass:.4g} times those at the"
+            f"the losses at the first point weigh {_mass(before) / mass:.4g} times those at the"
             " second one"
         )
     else:
         said = "what was reset is of their earlier values"
-    counts = [[[count for _, count in of_pass] for of_pass in at] for at in (before, after)]
-    alike = first if len(first) > 1 and counts[0] == counts[1] else ()
-    point = dict.fromkeys(product(range(len(passes[first[0]].records)), alike), 1.0)
-    excuse = finding("two-points", f"parameters were written between the passes: {said}")
-    return Sums(excuse=excuse, first_point=point)
+    return Sighting(more=said, weights=_of_first_point(e, first, before, after))
+
+
+Items = Sequence[tuple[float, float]]
+"""The weight of an item and the number of items, of each term of a pass."""
+
+
+def _mass(passes: Sequence[Items]) -> float:
+    return sum(weight * count for items in passes for weight, count in items)
+
+
+def _of_first_point(
+    e: E, first: Columns, before: Sequence[Items], after: Sequence[Items]
+) -> Mapping[Source, float]:
+    """Return the passes at the first point, where they are the micro-batches of the second one."""
+    counts = [[[count for _, count in items] for items in passes] for passes in (before, after)]
+    if len(first) < 2 or counts[0] != counts[1]:
+        return {}
+    ranks = range(len(e.pass_of(first[0]).records))
+    return dict.fromkeys(product(ranks, [e.indices[j] for j in first]), 1.0)
+
+
+def _is_before_first_step(e: E) -> Found:
+    is_first = bool(e.lost) and e.window.first and _is_elsewhere(e)
+    return Sighting(where=_at_step(e)) if is_first else None
+
+
+def _is_discarded(e: E) -> Found:
+    """Ask whether what a line sends backward is reset.
+
+    `.grad` alone cannot tell a pass that is discarded on purpose (statistics, a warm-up) from a
+    slip.
+    """
+    if not e.lost or not _is_elsewhere(e):
+        return None
+    return Sighting(where=", ".join(sorted(place.line for place in e.places(e.lost))))
+
+
+def _is_whole_window(e: E) -> Found:
+    """Ask whether whole windows were reset, and a whole one is left."""
+    k = e.history.typical_k
+    if not e.lost or not k or len(e.kept) != k or len(e.lost) % k:
+        return None
+    if k == 1 and _is_lost_each_time(e):
+        return None
+    return Sighting(where=_at_step(e))
+
+
+def _is_lost_each_time(e: E) -> bool:
+    """Return whether each window loses as many passes since windows have several of them.
+
+    A program that skips some steps of one micro-batch skips another number each time.
+    """
+    before = e.history.discards
+    lost = len(e.lost)
+    is_alike = before.is_steady and before.lost == lost
+    return is_alike and (before.windows + 1) * lost >= FEWEST_LOST
+
+
+def _is_begun_anew_after_exception(e: E) -> Found:
+    if not e.lost or not _has_raised(e, max(e.lost)):
+        return None
+    is_whole = e.history.typical_k in (None, 0, len(e.kept))
+    return Sighting(where=_at_step(e)) if is_whole else None
+
+
+def _is_given_up_by_loop(e: E) -> Found:
+    """Ask whether no step came in this round of the outer loop: then it is not the rest of an
+    epoch, but a window that was given up.
+    """
+    if not e.lost or not _comes_first(e):
+        return None
+    begun = e.record(max(e.lost)).loop
+    ended = e.record(min(e.kept)).loop
+    stepped_in = e.history.stepped_in
+    if begun is None or stepped_in is None or begun in (stepped_in, ended):
+        return None
+    return Sighting({"reset": _resets(e, e.lost) or ""}, where=_at_step(e))
+
+
+def _is_stopped(e: E) -> Found:
+    """Ask whether a window was given up on purpose: its reset stands before a `break` or a
+    `return`.
+    """
+    change = _resets(e, e.lost) if e.lost and _comes_first(e) else None
+    if change is None or change.line is None or not is_given_up(change.line):
+        return None
+    numbers = {"line": change.line, "lost": counted(len(e.lost), "micro-batch")}
+    return Sighting(numbers, where=_at_step(e))
+
+
+def _is_rest_of_epoch(e: E) -> Found:
+    """Ask whether what is lost are the last passes of an epoch: those before what is there."""
+    if not e.lost or not _comes_first(e) or not _is_rest(e):
+        return None
+    return Sighting(
+        {"lost": counted(len(e.lost), "micro-batch")}, more=str(_resets(e, e.lost) or "")
+    )
+
+
+def _is_rest(e: E) -> bool:
+    begun = e.record(max(e.lost)).loop
+    ended = e.record(min(e.kept)).loop
+    if begun is not None and ended is not None:
+        return begun != ended
+    k = e.history.typical_k
+    lost = len(e.lost)
+    # the program may count on over the reset, so that fewer are there than in a whole window, which
+    # a reset for each micro-batch never has
+    return 1 < e.history.longest >= lost or bool(k and lost < k == len(e.kept))
+
+
+def _is_begun_anew(e: E) -> Found:
+    """Ask whether a window was begun anew on purpose.
+
+    What is left is a whole mean: the rest of a window that is reset inside would weigh less.
+    """
+    if not e.lost or len(e.kept) < 2 or not _comes_first(e):
+        return None
+    window = e.window
+    if not is_tried(e.pass_of(max(e.lost)).site) or not weigh_one(window, used_of(window)):
+        return None
+    return Sighting({"reset": _resets(e, e.lost) or ""}, where=_at_step(e))
+
+
+def _is_cut_off(e: E) -> Found:
+    """Ask whether clipping by value has cut off all of the earlier passes."""
+    is_cut = bool(e.lost) and _resets(e, e.lost) is None and _is_clipping(e)
+    return Sighting(change=_edits(e)) if is_cut else None
+
+
+def _is_dropped(e: E) -> Found:
+    """Ask whether passes are missing that came after some which are there."""
+    return _missing(e) if e.lost and e.kept and max(e.lost) > min(e.kept) else None
+
+
+def _has_only_last(e: E) -> Found:
+    return _missing(e) if e.lost else None
+
+
+def _missing(e: E) -> Sighting:
+    """Return in which parameters passes are missing, and what has reset them."""
+    of_lost = e.reached[:, e.lost]
+    missing = of_lost & ~(np.abs(e.coefficients[:, e.lost]) >= NEGLIGIBLE)
+    is_whole = bool((missing == of_lost).all())
+    hit = [e.keys[int(k)] for k in np.flatnonzero(missing.any(1))]
+    return Sighting(keys=() if is_whole else hit, change=_resets(e, e.lost))
+
+
+# Coefficients that differ between parameters, or between passes.
+
+
+def _off(e: E) -> Mask:
+    """Return (rows, columns), where a coefficient differs from that of its pass."""
+    off = e.reached & ~are_near(e.coefficients, e.mean, 1e-3)
+    required = np.zeros(len(e.indices), bool)
+    required[e.required] = True
+    return off & required
+
+
+def _first_off(e: E, off: Mask) -> int:
+    """Return the parameter that shows it first."""
+    return e.keys[int(np.argwhere(off.T)[0][1])]
+
+
+def _is_lost_in_some(e: E) -> Mask:
+    """Return (rows, columns), where a pass is missing that is there in other parameters."""
+    missing: Mask = _off(e) & (np.abs(e.coefficients) < NEGLIGIBLE)
+    return missing
+
+
+def _lost_columns(e: E) -> Columns:
+    """Return the required passes that are missing in some parameters."""
+    is_missing = in_any_row(e.reached & (np.abs(e.coefficients) < NEGLIGIBLE))
+    return [j for j in e.required if is_missing[j]]
+
+
+def _is_reset_in_some(e: E) -> Found:
+    """Ask whether passes are missing in some parameters."""
+    missing = _is_lost_in_some(e)
+    reset = _resets(e, _lost_columns(e)) if missing.any() else None
+    # clipping may have cut them off
+    if not missing.any() or (reset is None and _is_clipping(e)):
+        return None
+    keys = [e.keys[int(k)] for k in np.flatnonzero(missing.any(1))]
+    return Sighting(key=_first_off(e, _off(e)), keys=keys, change=reset)
+
+
+def _is_clipped_in_some(e: E) -> Found:
+    return _is_rescaled_in_some(e) if _is_clipping(e) else None
+
+
+def _is_rescaled_in_some(e: E) -> Found:
+    """Ask whether a pass weighs another number in some parameters."""
+    off = _off(e)
+    return Sighting(key=_first_off(e, off), change=_edits(e)) if off.any() else None
+
+
+def _is_taken_away(e: E) -> Found:
+    """Ask whether parameters have lost their gradient after the last pass.
+
+    What was set to None there lacks all passes alike, as what was zeroed there does.
+    """
+    keys = [*e.missing_parameters(), *e.window.removed]
+    return Sighting(keys=keys) if keys else None
+
+
+def _ratios(e: E) -> Numbers | None:
+    """Return what each pass weighs of the next one, where they weigh different numbers.
+
+    A running mean rescales the sum on purpose: what the losses weigh together decides.
+    """
+    is_known = in_any_row(e.reached)
+    values = e.mean[[j for j in e.required if is_known[j]]]
+    if not len(values) or np.ptp(values) <= 1e-3 * np.abs(values).max() or e.weighs_rightly():
+        return None
+    return values[:-1] / values[1:]
+
+
+def _unequal(e: E, ratios: Numbers) -> Sighting:
+    listed = ", ".join(f"{ratio:.3g}" for ratio in ratios[:6])
+    return Sighting(more=f" (factors between the passes: {listed})", change=_edits(e))
+
+
+def _is_clipped_each_time(e: E) -> Found:
+    ratios = _ratios(e)
+    if ratios is None or ratios.max() > 1 or not _is_clipping(e):
+        return None
+    return _unequal(e, ratios)
+
+
+def _is_rescaled_each_time(e: E) -> Found:
+    ratios = _ratios(e)
+    if ratios is None or np.ptp(ratios) >= 2e-3 * ratios.max():
+        return None
+    return _unequal(e, ratios)
+
+
+def _is_changed_each_time(e: E) -> Found:
+    ratios = _ratios(e)
+    return None if ratios is None else _unequal(e, ratios)
+
+
+def _is_moved(e: E) -> bool:
+    """Ask whether the passes had different parameters."""
+    return len(e.required) > 1 and any(map(e.moved, e.required))
+
+
+# Hooks of the program, and edits after the last pass.
+
+
+@dataclass(frozen=True)
+class Hooked:
+    """A parameter whose gradient a hook changes.
+
+    Attributes:
+        key: of the parameter.
+        is_fixed: whether by the same factors in each pass of the window.
+        is_new: whether by other factors than before, with one more hook than before.
+    """
+
+    key: int
+    is_fixed: bool
+    is_new: bool
+
+
+def _hooks(e: E) -> Sequence[Hooked]:
+    """Return the parameters with hooks, in the order in which they were seen."""
+    found: dict[tuple[int, int], Hooked] = {}
+    own = {*e.window.keys}
+    for seen in e.window.passes.values():
+        if seen.by_hooks:  # a reduction is no fixed factor
+            continue
+        for rank, record in enumerate(seen.records):
+            for key in record.hooked.keys() & own:
+                same = record.hooked[key]
+                before = found.get((rank, key))
+                # between windows a factor may change, as one that warms up does
+                is_fixed = before is None or (before.is_fixed and same)
+                is_new = key in record.again and not same
+                was_new = before is not None and before.is_new
+                found[rank, key] = Hooked(key, is_fixed, is_new or was_new)
+    return [*found.values()]
+
+
+def _is_hooked_again(e: E) -> Found:
+    return next((Sighting(key=one.key) for one in _hooks(e) if one.is_new), None)
+
+
+def _is_hook_changing(e: E) -> Found:
+    return next((Sighting(key=one.key) for one in _hooks(e) if not one.is_fixed), None)
+
+
+def _is_hooked(e: E) -> Found:
+    keys = {one.key for one in _hooks(e)}
+    return Sighting({"parameters": counted(len(keys), "parameter")}) if keys else None
+
+
+def _is_written(e: E) -> bool:
+    """Ask whether results of `torch.autograd.grad` are beside an edit that nothing explains."""
+    return e.window.edit == "free" and bool(e.by_hand.any())
+
+
+def _is_edited(e: E) -> Found:
+    return Sighting(where=_at_step(e)) if e.window.edit == "free" else None
+
+
+# Where `.grad` was changed.
+
+
+def _resets(e: E, lost: Columns) -> Change | None:
+    """Return where the gradient that was lost was reset: where it was let go, or the lines that may
+    have done it.
+    """
+    last = max(lost)
+    if last + 1 == len(e.indices):
+        return None
+    after = e.record(last + 1)
+    if after.reset:
+        return Change("reset", [str(after.reset)])
+    return _between(e, last, after, is_reset, "reset")
+
+
+def _edits(e: E) -> Change | None:
+    """Return where `.grad` may have been edited between the passes."""
+    if len(e.required) < 2:
+        return None
+    return _between(e, e.required[0], e.record(e.required[-1]), is_edit, "edit")
+
+
+def _is_clipping(e: E) -> bool:
+    """Return whether clipping is all that may have changed `.grad` between the passes."""
+    edits = _edits(e)
+    if edits is None:
+        return False
+    clips = _between(e, e.required[0], e.record(e.required[-1]), is_clipping, "edit")
+    return clips is not None and edits.lines == clips.lines
+
+
+def _between(
+    e: E,
+    first: int,
+    after: PassRecord,
+    is_one: Callable[[ast.AST], bool],
+    what: Literal["reset", "edit"],
+) -> Change | None:
+    before = e.record(first)
+    same_loop = before.loop is not None and before.loop == after.loop
+    step = e.window.step.place
+    lines = lines_between(is_one, before.place, after.place, step, same_loop=same_loop)
+    return Change(what, lines) if 0 < len(lines) <= MOST_LINES else None
+
+
+# What the losses weigh with the coefficients of their passes.
 
 
 def weigh_one(window: StepWindow, coefficients: Mapping[Source, float]) -> bool:
@@ -636,133 +715,21 @@ def weigh_one(window: StepWindow, coefficients: Mapping[Source, float]) -> bool:
 
 def items_of(seen: Seen) -> list[tuple[float, float]]:
     """Return the weight of an item and the number of items of each term of a pass."""
-    return [
-        (abs(t.weight or 0.0), t.counts.get(t.own, 0.0))
-        for record in seen.records
-        for t in record.terms
-    ]
-
-
-def _is_rest_of_epoch(
-    window: StepWindow,
-    lost: Sequence[int],
-    kept: Sequence[int],
-    typical_k: int | None,
-    longest: int,
-) -> bool:
-    """Return whether passes that were lost are the last ones of an epoch: those before what is
-    there.
-    """
-    if not kept or max(lost) > min(kept):
-        return False
-    loops = [window.passes[i].records[0].loop for i in (max(lost), min(kept))]
-    if None not in loops:
-        return loops[0] != loops[1]
-    # the program may count on over the reset, so that fewer are there than in a whole window, which
-    # a reset for each micro-batch never has
-    return 1 < longest >= len(lost) or bool(typical_k and len(lost) < typical_k == len(kept))
-
-
-def _resets(members: Members, lost: Sequence[int]) -> Change | None:
-    """Return where the gradient that was lost was reset: where it was let go, or the lines that may
-    have done it.
-    """
-    window = members.window
-    number = max(lost)
-    after = next((seen.records[0] for i, seen in window.passes.items() if i > number), None)
-    if after is None:
-        return None
-    if after.reset:
-        return Change("reset", [str(after.reset)])
-    return _between(window, number, after, is_reset, "reset")
-
-
-def _edits(members: Members) -> Change | None:
-    """Return where `.grad` may have been edited between the passes."""
-    window = members.window
-    passes = members.required
-    if len(passes) < 2:
-        return None
-    return _between(window, passes[0], window.passes[passes[-1]].records[0], is_edit, "edit")
-
-
-def _is_clipping(members: Members) -> bool:
-    """Return whether clipping is all that may have changed `.grad` between the passes."""
-    window = members.window
-    passes = members.required
-    if len(passes) < 2:
-        return False
-    last = window.passes[passes[-1]].records[0]
-    edits, clips = (
-        _between(window, passes[0], last, is_one, "edit") for is_one in (is_edit, is_clipping)
-    )
-    return edits is not None and clips is not None and edits.lines == clips.lines
-
-
-def _between(
-    window: StepWindow,
-    number: int,
-    after: PassRecord,
-    is_one: Callable[[ast.AST], bool],
-    what: Literal["reset", "edit"],
-) -> Change | None:
-    before = window.passes[number].records[0]
-    same_loop = before.loop is not None and before.loop == after.loop
-    lines = lines_between(is_one, before.place, after.place, window.step.place, same_loop=same_loop)
-    return Change(what, lines) if 0 < len(lines) <= MOST_LINES else None
-
-
-def _judge_parameters(members: Members) -> Sums | None:
-    """Judge passes whose coefficients differ between parameters, or between each other."""
-    off = {
-        k: c
-        for i in members.required
-        for k, c in members.by_parameter[i]
-        if not near(c, members.mean[i], 1e-3)
-    }
-    if off:
-        key = next(iter(off))
-        if any(abs(c) < NEGLIGIBLE for c in off.values()):
-            lost = [
-                i
-                for i in members.required
-                if any(abs(c) < NEGLIGIBLE for _, c in members.by_parameter[i])
-            ]
-            keys = [key for key, c in off.items() if abs(c) < NEGLIGIBLE]
-            reset = _resets(members, lost)
-            if reset is None and _is_clipping(members):
-                return _fault("clipped", key, change=_edits(members))
-            return _fault("last passes", key, keys=keys, change=reset)
-        seen = "clipped" if _is_clipping(members) else "rescaled"
-        return _fault(seen, key, change=_edits(members))
-    # what was set to None after the last pass lacks all passes alike, as what was zeroed there does
-    missing = members.missing_parameters()
-    if missing or members.window.removed:
-        return Sums(removed=[*missing, *members.window.removed])
-    values = [members.mean[i] for i in members.required if members.by_parameter[i]]
-    if values and max(values) - min(values) > 1e-3 * max(map(abs, values)):
-        ratios = [a / b for a, b in pairwise(values)]
-        listed = ", ".join(f"{ratio:.3g}" for ratio in ratios[:6])
-        is_constant = max(ratios) - min(ratios) < 2e-3 * max(ratios)
-        seen = "rescaled" if is_constant else "not a sum"
-        fault = OF_SUMS["clipped" if _is_clipping(members) and max(ratios) <= 1 else seen]
-        change = _edits(members)
-        sentence = f"{fault.sentence} (factors between the passes: {listed}){change or ''}"
-        # a running mean rescales the sum on purpose: what the losses weigh together decides
-        return Sums(replace(fault, sentence=sentence, change=change), may_be_right=True)
-    return None
+    terms = [term for record in seen.records for term in record.terms]
+    return [(abs(term.weight or 0.0), term.counts.get(term.own, 0.0)) for term in terms]
 
 
 def used_of(window: StepWindow) -> dict[Source, float]:
     """Return the coefficient of each pass, the factor of the program's own hooks on parameters
     included.
     """
-    return {
-        (rank, index): c * _of_hooks(record, window.keys)
-        for index, seen in window.passes.items()
-        for rank, record in enumerate(seen.records)
-        if (c := window.of_pass((rank, index))) is not None
-    }
+    found: dict[Source, float] = {}
+    for index, seen in window.passes.items():
+        for rank, record in enumerate(seen.records):
+            coefficient = window.of_pass((rank, index))
+            if coefficient is not None:
+                found[rank, index] = coefficient * _of_hooks(record, window.keys)
+    return found
 
 
 def _of_hooks(record: PassRecord, keys: Sequence[int]) -> float:
@@ -770,3 +737,287 @@ def _of_hooks(record: PassRecord, keys: Sequence[int]) -> float:
     of_keys = record.arrivals.keys() & keys if record.factors else ()
     factors = [record.factors.get(key, 1.0) for key in of_keys]
     return factors[0] if factors and all(near(f, factors[0], 1e-6) for f in factors) else 1.0
+
+
+# The table.
+
+
+def _in_order(
+    *rules: Rule[E], below: Sequence[str] = (), of_faults: Sequence[str] = ()
+) -> tuple[Rule[E], ...]:
+    """Return rules of which the first one that holds stands.
+
+    Args:
+        rules: the surest first.
+        below: rules that each of them outranks, too.
+        of_faults: rules that only the faults of them outrank.
+    """
+    names = [rule.name for rule in rules]
+    return tuple(
+        replace(
+            rule,
+            before=(*names[at + 1 :], *below, *(of_faults if rule.is_fault else ())),
+        )
+        for at, rule in enumerate(rules)
+    )
+
+
+def names(rules: Sequence[Rule[E]]) -> tuple[str, ...]:
+    """Return the names of rules."""
+    return tuple(rule.name for rule in rules)
+
+
+_REPEATED_RESCALING = "the running sum itself is rescaled at every micro-batch"
+_CHANGED = (
+    "something else changes `.grad` between the backward passes, such as clipping, noise or a"
+    " shared buffer"
+)
+_CLIPPED = (
+    "`.grad` is clipped between the backward passes of the window, so that micro-batches that"
+    " are in it already weigh less"
+)
+_ONLY_LAST = "only the last backward passes of the window are in the gradient"
+_DROPPED = "some backward passes of the window are not in the gradient"
+
+
+def _clipped(name: str, holds: Callable[[E], Found], needs: Sequence[Need[E]] = ()) -> Rule[E]:
+    return Rule(name, "clipped", holds, _CLIPPED, needs, causes=("in-audit",))
+
+
+def _rescaled(name: str, holds: Callable[[E], Found], needs: Sequence[Need[E]] = ()) -> Rule[E]:
+    return Rule(name, "rescaled-accumulator", holds, _REPEATED_RESCALING, needs)
+
+
+def _changed(name: str, holds: Callable[[E], Found], needs: Sequence[Need[E]] = ()) -> Rule[E]:
+    return Rule(name, "not-linear", holds, _CHANGED, needs, causes=("between-passes",))
+
+
+ALL_RESET = Rule[E](
+    "all reset",
+    "no-gradient",
+    _is_empty,
+    "nothing of the window is in the gradient: it was reset between backward and the step",
+)
+TAIL = Rule[E](
+    "rest of an epoch",
+    "tail-dropped",
+    _is_rest_of_epoch,
+    "{lost} went backward and never reached a step",
+    TOLD_APART,
+    causes=("in-audit",),
+    kind="step-count",
+)
+_EDITS = _in_order(
+    Rule[E]("results written", "composed-gradient", _is_written, is_silent=True),
+    Rule[E](
+        "edited",
+        "edited-gradient",
+        _is_edited,
+        "`.grad` is edited between the last backward pass and the step, which is the program's"
+        " decision",
+    ),
+)
+_HOOKS = _in_order(
+    Rule[E](
+        "hook again",
+        "wrong-scale",
+        _is_hooked_again,
+        "a hook is on a parameter once more than before, and changes its gradient once more",
+        causes=("growing",),
+    ),
+    Rule[E](
+        "changing hook",
+        "not-linear",
+        _is_hook_changing,
+        "a hook on a parameter changes the gradient of each micro-batch in a way that is no fixed"
+        " factor of its elements (clipping, noise, normalization)",
+        causes=("between-passes",),
+    ),
+    Rule[E](
+        "fixed hook",
+        "hook-factor",
+        _is_hooked,
+        "a hook changes what arrives at {parameters}, by the same factors in each pass",
+    ),
+    of_faults=names(_EDITS),
+)
+_AFTER = (*names(_HOOKS), *names(_EDITS))
+_UNEQUAL = _in_order(
+    Rule[E]("reset in some", "reset-inside-window", _is_reset_in_some, _ONLY_LAST, TOLD_APART),
+    _clipped("clipped in some", _is_clipped_in_some, TOLD_APART),
+    _rescaled("rescaled in some", _is_rescaled_in_some, TOLD_APART),
+    Rule[E]("taken away", "removed-gradient", _is_taken_away, needs=TOLD_APART, is_silent=True),
+    _clipped("clipped each time", _is_clipped_each_time, TOLD_APART),
+    _rescaled("rescaled each time", _is_rescaled_each_time, TOLD_APART),
+    _changed("changed each time", _is_changed_each_time, TOLD_APART),
+    Rule[E](
+        "moved",
+        "stale-parameters",
+        _is_moved,
+        "parameters were written between the backward passes of the window, so its micro-batches"
+        " were computed with different ones",
+        TOLD_APART,
+    ),
+    of_faults=_AFTER,
+)
+_LOST = _in_order(
+    Rule[E](
+        "not finite",
+        "reset-non-finite",
+        _is_reset_non_finite,
+        "gradients were not finite, and were reset",
+        (LIKENESS,),
+    ),
+    Rule[E](
+        "another's passes",
+        "reset-shared-pass",
+        _is_reset_shared,
+        "passes that another optimizer steps on were reset",
+        (LIKENESS,),
+    ),
+    Rule[E](
+        "fewer at the second point",
+        "dropped-micro-batch",
+        _has_fewer_at_second_point,
+        f"{_DROPPED} ({{first}} went backward at the first point, and {{second}} at the point whose"
+        " gradient is stepped on)",
+        TOLD_APART,
+    ),
+    Rule[E](
+        "two points",
+        "two-points",
+        _has_two_points,
+        "parameters were written between the passes: ",
+        (LIKENESS,),
+    ),
+    Rule[E](
+        "before the first step",
+        "reset-before-first-step",
+        _is_before_first_step,
+        "what other lines sent backward was reset before the first step",
+        (LIKENESS,),
+    ),
+    Rule[E](
+        "discarded pass",
+        "discarded-pass",
+        _is_discarded,
+        "what goes backward here was reset, and is in no step",
+        (LIKENESS,),
+    ),
+    Rule[E](
+        "whole window",
+        "discarded-window",
+        _is_whole_window,
+        "a whole window was reset without a step",
+        (LIKENESS,),
+    ),
+    Rule[E](
+        "begun anew after an exception",
+        "window-begun-anew",
+        _is_begun_anew_after_exception,
+        "a window was begun anew after an exception in backward",
+        (LIKENESS,),
+    ),
+    Rule[E](
+        "given up",
+        "window-given-up",
+        _is_given_up_by_loop,
+        "a window was given up before its end{reset}: its micro-batches are in no step",
+        (LIKENESS,),
+    ),
+    Rule[E](
+        "stopped",
+        "window-given-up",
+        _is_stopped,
+        "an update was stopped before its end (`.grad` was reset at {line}, and its loop was"
+        " left): {lost} of it are in no step",
+        (LIKENESS,),
+    ),
+    TAIL,
+    Rule[E](
+        "begun anew",
+        "window-begun-anew",
+        _is_begun_anew,
+        "a window was begun anew{reset}: what went backward before is in no step",
+        (LIKENESS,),
+    ),
+    _clipped("clipped off", _is_cut_off, TOLD_APART),
+    Rule[E]("dropped", "dropped-micro-batch", _is_dropped, _DROPPED, TOLD_APART),
+    Rule[E]("last passes", "reset-inside-window", _has_only_last, _ONLY_LAST, TOLD_APART),
+    below=names(_UNEQUAL),
+    of_faults=_AFTER,
+)
+_WHOLE = _in_order(
+    Rule[E](
+        "local",
+        "not-reduced",
+        _is_local,
+        "only each rank's own gradient is in `.grad` at the step, not reduced over the ranks",
+    ),
+    Rule[E](
+        "empty window",
+        "stale-window",
+        _is_of_earlier_step,
+        "nothing went backward since the last step, and `.grad` is not empty: the gradient of an"
+        " earlier step is still in it",
+    ),
+    ALL_RESET,
+    Rule[E](
+        "handed over once",
+        "stale-window",
+        _of_copies,
+        "`.grad` is still the tensor of an earlier step, and nothing of this window was handed"
+        " over",
+        causes=("handed-over",),
+    ),
+    Rule[E](
+        "buffer",
+        "stale-window",
+        _of_buffer,
+        "what the program has put into `.grad` has the gradient of an earlier step in it, too",
+        causes=("buffer",),
+    ),
+    Rule[E](
+        "earlier window",
+        "stale-window",
+        _of_earlier_windows,
+        "the gradient of an earlier step is still in it",
+    ),
+    Rule[E](
+        "another optimizer's pass",
+        "stale-window",
+        _of_another_optimizer,
+        "`.grad` still has the gradient of a backward pass that belonged to another optimizer's"
+        " step",
+        causes=("other-optimizer",),
+    ),
+    Rule[E](
+        "moved by another",
+        "stale-parameters",
+        _is_moved_by_another,
+        "another optimizer, which trains on the same passes, steps between the micro-batches of"
+        " this window",
+    ),
+    Rule[E](
+        "written over",
+        "reset-inside-window",
+        _is_written_over,
+        "results of `torch.autograd.grad` are written over",
+    ),
+    Rule[E](
+        "torn",
+        "repeated-micro-batch",
+        _is_torn,
+        "a backward pass ended with an exception, and what had arrived by then is in the gradient",
+        causes=("exception",),
+    ),
+    _rescaled("rescaled by the program", _is_rescaled_by_program),
+    Rule[E]("fitted", "composed-gradient", _is_fitted, is_silent=True),
+    _clipped("clipped between", _is_clipped_between),
+    _changed("edited between", _is_edited_between),
+    Rule[E]("copies", "composed-gradient", _is_of_copies, needs=(LIKENESS,), is_silent=True),
+    below=(*names(_LOST), *names(_UNEQUAL), *names(_EDITS)),
+    of_faults=names(_HOOKS),
+)
+RULES: Sequence[Rule[E]] = (*_WHOLE, *_LOST, *_UNEQUAL, *_HOOKS, *_EDITS)
+"""What the sum of a window may show."""

@@ -13,17 +13,20 @@ unpacking runs the forward again under a checkpoint, and kills the backward that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.autograd.function import BackwardCFunction
 
 from gradcheck_suite.auditing.loss_terms import Term
 from gradcheck_suite.auditing.modes import Apart
 from gradcheck_suite.auditing.places import in_trace
+from gradcheck_suite.auditing.samples import Raw, is_on_device, read
+from gradcheck_suite.auditing.vectors import Vector
 
 COARSE = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """The unit roundoff of the dtypes in which a loss's factors are rounded noticeably."""
@@ -310,7 +313,7 @@ def _line_of(node: Any) -> str | None:
     return in_trace(node.metadata.get("traceback_", ()))
 
 
-def _by(name: str, number: torch.Tensor) -> float:
+def _by(name: str, number: torch.Tensor | float) -> float:
     """Return the factor that a product or a quotient with a number is."""
     by = float(number)
     return by if name == "Mul" else 1 / by if by else float("inf")
@@ -318,7 +321,7 @@ def _by(name: str, number: torch.Tensor) -> float:
 
 @dataclass
 class _Found:
-    """A term while its backward runs.
+    """A term while its backward runs, and until its numbers are read.
 
     Attributes:
         term: what is known of it.
@@ -331,6 +334,8 @@ class _Found:
         sampled: whether a tensor of weights is under the reduction.
         seen: what hooks saw: what `arrived`, the gradient of `items` or `rows`; and what the loss
             saved.
+        is_given: whether what arrived is no scalar: the program has given a gradient.
+        measured: a few numbers of each of these, which may still lie on a device.
     """
 
     term: Term
@@ -342,98 +347,220 @@ class _Found:
     numbers_below: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     sampled: bool = False
     seen: dict[str, torch.Tensor] = field(default_factory=dict)
+    is_given: bool = False
+    measured: dict[str, Raw] = field(default_factory=dict)
 
-    def numbers(self) -> Term:
-        """Return the term in numbers, once its backward has run."""
-        term = self.term
-        arrived = self.seen.get("arrived")
+    def measure(self) -> None:
+        """Keep a few numbers of what the hooks saw, once the backward has run.
+
+        Nothing here waits for a device, on which the numbers stay.
+        """
+        seen = self.seen
+        self.seen = {}
+        arrived = seen.pop("arrived", None)
         if arrived is None:
-            return term
-        if (arrived := _real(arrived)) is None:
-            term.opaque = "backward is given a complex gradient, which tells no weight"
-            return term
-        if arrived.dtype in COARSE:
-            term.tolerance = ROUNDINGS * COARSE[arrived.dtype]
-        counts = term.counts = {name: float(value) for name, value in term.counts.items()}
-        if arrived.numel() == 1:
-            weight = float(arrived)
-        else:  # what goes backward is no scalar: its gradient was given
-            given = _Weights(arrived)
-            weight = given.largest
-            counts["nonzero"] = given.number
-            if given.smallest < given.largest * (1 - term.tolerance):
-                # as of representations that are computed once more, by chunks: it came back through
-                # another graph
-                term.opaque = (
-                    "backward is given a gradient whose elements differ, which tells no weight"
-                )
-        if (total := self.seen.get("total_weight")) is not None:
-            counts["counted"] = float(total)
-        if (valid := self.seen.get("valid")) is not None:
-            counts["valid"] = float(valid)
-        if (rows := self.seen.get("rows")) is not None:
-            by_row = rows.reshape(-1, rows.shape[-1]) if rows.dim() == 2 else rows.flatten(1)
-            counts["counted"] = float((by_row != 0).any(1).sum())
-        if term.mean:
-            own = counts.get("counted", counts.get("elements", 0.0))
-            weight = weight / own if own else float("nan")
-        term.factors = tuple(_by(one.name, one.value) for one in self.above)
-        term.by_data = any(
+            return
+        found = dict[str, torch.Tensor]()
+        if arrived.is_complex():
+            arrived, imaginary = torch.view_as_real(arrived.resolve_conj()).unbind(-1)
+            found[IMAGINARY] = imaginary.any()
+        self.term.by_data = any(
             one.value.is_floating_point() and one.value.dtype != torch.float64 for one in self.above
         )
-        term.divisions = frozenset(one.line for one in self.above if one.line is not None)
-        term.factor = prod(_by(*one) for one in self.numbers_below)
-        if (each := self.seen.get("items")) is not None:
-            weights = _Weights(each)
-            below = self.inner[self.outside :]
-            counts["nonzero"] = weights.number / prod(number for _, number in below)
-            if weight:
-                counts["weights"] = (
-                    weights.total / abs(weight) / prod(n for mean, n in below if not mean)
-                )
-            if weights.smallest >= weights.largest * (1 - term.tolerance):
-                term.item = weights.largest, weights.number
-            if self.sampled:
-                one = abs(weight * term.factor) / prod(
-                    size for divides, size in self.inner if divides
-                )
-                ones = term.item is not None and abs(term.item[0] - one) <= term.tolerance * one
-                own = counts["elements"]
-                sums = [counts.get("weights", 0.0) / abs(f) for f in (1.0, term.factor) if f]
-                # the roundings of a sum that was made 1 on average are more than those of one
-                # factor
-                normal = any(abs(found - own) <= 10 * term.tolerance * own for found in sums)
-                term.hides = not (ones or normal)
+        self.term.divisions = frozenset(one.line for one in self.above if one.line is not None)
+        if arrived.dtype in COARSE:
+            self.term.tolerance = ROUNDINGS * COARSE[arrived.dtype]
+        self.is_given = arrived.numel() != 1
+        if not self.is_given:
+            found[ARRIVED] = arrived
+        for name, value in seen.items():
+            if name not in MEASURES:
+                found[name] = value
+        # the program may declare a count that lies on a device
+        counts: Mapping[str, Any] = self.term.counts
+        for name, count in counts.items():
+            if isinstance(count, torch.Tensor):
+                found[COUNT.format(name)] = count
+        for i, one in enumerate(self.above):
+            found[ABOVE.format(i)] = one.value
+        for i, (_, number) in enumerate(self.numbers_below):
+            found[BELOW.format(i)] = number
+        self.measured = {name: _copied(value) for name, value in found.items()}
+        if self.is_given:
+            self.measured[ARRIVED] = _Weights.measured(arrived)
+        for name in MEASURES.keys() & seen.keys():
+            self.measured[name] = MEASURES[name](seen[name])
+
+    def numbers(self, read: Mapping[str, Vector]) -> None:
+        """Complete the term by the numbers that were measured.
+
+        Args:
+            read: the names of what was measured -> its numbers.
+        """
+        term = self.term
+        if ARRIVED not in read:
+            return
+        if read.get(IMAGINARY, NOTHING).any():
+            term.opaque = "backward is given a complex gradient, which tells no weight"
+            return
+        for name, count in term.counts.items():
+            term.counts[name] = float(read.get(COUNT.format(name), (count,))[0])
+        weight = self._weight(read[ARRIVED])
+        for name, one in (("total_weight", "counted"), ("valid", "valid"), ("rows", "counted")):
+            if name in read:
+                term.counts[one] = float(read[name][0])
+        if term.mean:
+            own = term.counts.get("counted", term.counts.get("elements", 0.0))
+            weight = weight / own if own else float("nan")
+        self._note_factors(read)
+        if "items" in read:
+            self._weigh_items(_Weights.of(read["items"]), weight)
         term.weight = weight
+        self._go_deeper(weight)
+
+    def _weight(self, arrived: Vector) -> float:
+        """Return the one weight that has arrived at the reduction."""
+        if not self.is_given:
+            return float(arrived[0])
+        given = _Weights.of(arrived)
+        self.term.counts["nonzero"] = given.number
+        if given.smallest < given.largest * (1 - self.term.tolerance):
+            # as of representations that are computed once more, by chunks: it came back through
+            # another graph
+            self.term.opaque = (
+                "backward is given a gradient whose elements differ, which tells no weight"
+            )
+        return given.largest
+
+    def _note_factors(self, read: Mapping[str, Vector]) -> None:
+        """Note what the term is multiplied by above its reduction, and its elements below it."""
+        term = self.term
+        term.factors = tuple(
+            _by(one.name, read[ABOVE.format(i)][0]) for i, one in enumerate(self.above)
+        )
+        term.factor = prod(
+            _by(name, read[BELOW.format(i)][0]) for i, (name, _) in enumerate(self.numbers_below)
+        )
+
+    def _weigh_items(self, weights: _Weights, weight: float) -> None:
+        """Count items by the weights that arrived at them.
+
+        Args:
+            weights: of the items.
+            weight: of each element of what the reduction reduces.
+        """
+        term = self.term
+        below = self.inner[self.outside :]
+        term.counts["nonzero"] = weights.number / prod(number for _, number in below)
+        if weight:
+            sums = prod(number for is_mean, number in below if not is_mean)
+            term.counts["weights"] = weights.total / abs(weight) / sums
+        if weights.smallest >= weights.largest * (1 - term.tolerance):
+            term.item = weights.largest, weights.number
+        if self.sampled:
+            term.hides = not (self._are_ones(weight) or self._are_normal())
+
+    def _are_ones(self, weight: float) -> bool:
+        """Return whether the tensor of weights under the reduction has no others than 0 and 1."""
+        term = self.term
+        if term.item is None:
+            return False
+        one = abs(weight * term.factor) / prod(size for divides, size in self.inner if divides)
+        return abs(term.item[0] - one) <= term.tolerance * one
+
+    def _are_normal(self) -> bool:
+        """Return whether the weights under the reduction are 1 on average."""
+        own = self.term.counts["elements"]
+        total = self.term.counts.get("weights", 0.0)
+        sums = [total / abs(f) for f in (1.0, self.term.factor) if f]
+        # the roundings of a sum that was made 1 on average are more than those of one factor
+        return any(abs(found - own) <= 10 * self.term.tolerance * own for found in sums)
+
+    def _go_deeper(self, weight: float) -> None:
+        """Note the weight and the number of the elements under each partial reduction."""
         divisor = 1.0
-        number = counts.get("elements", 1.0)
+        number = self.term.counts.get("elements", 1.0)
         for divides, size in self.inner:
             divisor = divisor * (size if divides else 1)
             number = number * size
-            term.deeper = *term.deeper, (weight / divisor, number)
-        return term
+            self.term.deeper = *self.term.deeper, (weight / divisor, number)
 
 
-def _real(arrived: torch.Tensor) -> torch.Tensor | None:
-    """Return a gradient as real numbers, None where it has imaginary ones."""
-    if not arrived.is_complex():
-        return arrived
-    real, imaginary = torch.view_as_real(arrived.resolve_conj()).unbind(-1)
-    return None if imaginary.any() else real
+def _copied(number: torch.Tensor) -> Raw:
+    """Return a copy of a number: the program may write to what it has multiplied a loss by."""
+    if not is_on_device(number):
+        return np.array([float(number)])
+    return number.detach().reshape(1).to(torch.float64, copy=True)
 
 
+PendingTerm = _Found
+"""A term whose numbers may still lie on a device."""
+
+
+def read_numbers(found: Sequence[PendingTerm]) -> None:
+    """Complete terms by their numbers; waits for a device once, for all of them together."""
+    measured = [(one, name, value) for one in found for name, value in one.measured.items()]
+    by_term: dict[int, dict[str, Vector]] = {id(one): {} for one in found}
+    values = read([value for _, _, value in measured])
+    for (one, name, _), value in zip(measured, values, strict=True):
+        by_term[id(one)][name] = value
+    for one in found:
+        one.measured = {}
+        one.numbers(by_term[id(one)])
+
+
+@dataclass(frozen=True)
 class _Weights:
-    """The weights that a gradient gives to elements: how many are not 0, their sum, the largest and
-    the smallest.
+    """The weights that a gradient gives to elements.
+
+    Attributes:
+        number: of those that are not 0.
+        total: their sum.
+        largest: of all; 0 where there is none.
+        smallest: of those that are not 0; 0 where there is none.
     """
 
-    def __init__(self, gradient: torch.Tensor) -> None:
+    number: float
+    total: float
+    largest: float
+    smallest: float
+
+    @staticmethod
+    def measured(gradient: torch.Tensor) -> torch.Tensor:
+        """Return the four numbers, where the gradient lies."""
         size = gradient.detach().abs().double().flatten()
-        some = size[size > 0]
-        self.number = float(some.numel())
-        self.total = float(size.sum())
-        self.largest = float(size.max()) if size.numel() else 0.0
-        self.smallest = float(some.min()) if some.numel() else 0.0
+        if not size.numel():
+            return size.new_zeros(4)
+        # without a mask, which would wait for a device
+        some = size > 0
+        smallest = torch.where(some, size, torch.inf).min()
+        return torch.stack([some.sum(dtype=torch.float64), size.sum(), size.max(), smallest])
+
+    @staticmethod
+    def of(read: Vector) -> _Weights:
+        """Return the four numbers, once they were read."""
+        number, total, largest, smallest = read.tolist()
+        return _Weights(number, total, largest, smallest if number else 0.0)
+
+
+def _rows_with_weight(rows: torch.Tensor) -> torch.Tensor:
+    """Return how many rows of a gradient are not 0."""
+    by_row = rows.reshape(-1, rows.shape[-1]) if rows.dim() == 2 else rows.flatten(1)
+    return (by_row != 0).any(1).sum(dtype=torch.float64).reshape(1)
+
+
+MEASURES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "items": _Weights.measured,
+    "rows": _rows_with_weight,
+}
+"""What is kept of a gradient that a hook saw, in place of all of it."""
+ARRIVED = "arrived"
+IMAGINARY = "imaginary"
+ABOVE = "above {}"
+BELOW = "below {}"
+COUNT = "count {}"
+"""Names of what is measured of a term."""
+NOTHING: Vector = np.zeros(1)
 
 
 class Reader:
@@ -458,9 +585,11 @@ class Reader:
             if node is not None:
                 (self._scalar if elements(node, index) == 1 else self._vector)(node, index, ())
 
-    def terms(self) -> list[Term]:
-        """Return the terms in numbers."""
-        return [found.numbers() for found in self.found]
+    def measured(self) -> list[PendingTerm]:
+        """Return the terms, of which a few numbers are kept; waits for no device."""
+        for found in self.found:
+            found.measure()
+        return self.found
 
     def keep(self, handle: Any) -> None:
         """Keep the handle of a hook that is removed with the others."""

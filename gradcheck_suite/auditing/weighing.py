@@ -14,7 +14,8 @@ import numpy as np
 from gradcheck_suite.auditing import weights as reading_weights
 from gradcheck_suite.auditing.places import Place
 from gradcheck_suite.auditing.replay import Seen, Source, StepWindow, near
-from gradcheck_suite.auditing.sums import OF_SUMS, Change, StepFault
+from gradcheck_suite.auditing.rules import Change, Rule, Sighting, StepFault, decide
+from gradcheck_suite.auditing.scales import Scale, Use, scales
 from gradcheck_suite.auditing.weights import (
     ACROSS_SITES,
     MEAN_OF_MEANS,
@@ -23,8 +24,6 @@ from gradcheck_suite.auditing.weights import (
     Key,
     Objective,
     Reading,
-    Scale,
-    Use,
     coefficient,
     evidence,
 )
@@ -141,56 +140,82 @@ def judge_weights(
         name_of: the name of a parameter.
     """
     result = Weighed()
-    modes = reading_weights.best_modes([one.readings for one in pending])
-    history: defaultdict[Key, list[Use]] = defaultdict(list)
-    unequal: defaultdict[Key, list[Use]] = defaultdict(list)
-    found_in = [_objectives_of(one, modes, (typical_k, ranks)) for one in pending]
-    across_sites = {
-        objective.key
-        for found in found_in
-        for objective in found
-        if objective.key[2] == ACROSS_SITES
-    }
-    # clipping makes no two windows right
-    right = [
-        one.taken_out(found)
-        for one, found in zip(pending, found_in, strict=True)
-        if _are_right(found)
-    ]
-    taken_out = {factor for factor, times in Counter(right).items() if times > 1} - {1.0}
-    if across_sites or taken_out:
-        found_in = [
-            _objectives_of(one, modes, (typical_k, ranks), across_sites, taken_out)
-            for one in pending
-        ]
+    found_in = _objectives(pending, (typical_k, ranks))
+    uses = Uses()
     for one, found in zip(pending, found_in, strict=True):
-        if fault := _repeated_losses(one):
-            result.steps.add(one.window.number)
-            result.violations.append(violation_of(fault, one.window, one.window.where))
-            continue  # of a loss that goes backward twice no weight says anything
-        if fault := _unequal_replays(one):
-            result.steps.add(one.window.number)
-            result.violations.append(violation_of(fault, one.window, one.window.where))
+        if _judge_losses(one, result):
             continue
         unreadable, partial = _note_unknown(one, found, result, name_of)
         if one.length == 1 or ((found or partial) and not unreadable):
             result.steps.add(one.window.number)
         for use in _uses(one, found):
-            if use.objective.status == UNEQUAL and _is_coefficient(use):
-                said = "a coefficient changes within a window"
-                result.notes[finding("changing-coefficient", said, use.objective.place)] += 1
-            elif use.objective.status == UNEQUAL:
-                unequal[use.objective.key].append(use)
-            elif one.scaled:
-                history[use.objective.key].append(use)
+            uses.take(use, result.notes, is_scaled=one.scaled)
     shown = {objective.key for found in found_in for objective in found if objective.right()}
-    for key, several in unequal.items():
+    for key, several in uses.unequal.items():
         unnamed = [use.objective for use in several if use.objective.named is None]
         general = _named(unnamed) if unnamed else None
         result.violations += [_of_unequal(use, general, is_shown=key in shown) for use in several]
-    for scale in reading_weights.scales(history, ranks, declared_k, result.notes):
-        (result.provisional if scale.provisional else result.violations).append(_of_scale(scale))
+    for scale in scales(uses.equal, ranks, declared_k, result.notes):
+        violations = result.provisional if scale.provisional else result.violations
+        violations.append(_of_scale(scale))
     return result
+
+
+@dataclass
+class Uses:
+    """The objectives of an optimizer's windows.
+
+    Attributes:
+        equal: those whose items have one weight in a window.
+        unequal: those whose items have not.
+    """
+
+    equal: defaultdict[Key, list[Use]] = field(default_factory=lambda: defaultdict(list))
+    unequal: defaultdict[Key, list[Use]] = field(default_factory=lambda: defaultdict(list))
+
+    def take(self, use: Use, notes: Counter[Found], *, is_scaled: bool) -> None:
+        """Take an objective in a window."""
+        objective = use.objective
+        if objective.status == UNEQUAL and _is_coefficient(use):
+            said = "a coefficient changes within a window"
+            notes[finding("changing-coefficient", said, objective.place)] += 1
+        elif objective.status == UNEQUAL:
+            self.unequal[objective.key].append(use)
+        elif is_scaled:
+            self.equal[objective.key].append(use)
+
+
+def _objectives(
+    pending: Sequence[Pending], divisors: Sequence[int | None]
+) -> list[list[Objective]]:
+    """Return the objectives of each window, as the windows together show them."""
+    modes = reading_weights.best_modes([one.readings for one in pending])
+    found_in = [_objectives_of(one, modes, divisors) for one in pending]
+    across_sites = {o.key for found in found_in for o in found if o.key[2] == ACROSS_SITES}
+    # clipping makes no two windows right
+    right = Counter(
+        one.taken_out(found)
+        for one, found in zip(pending, found_in, strict=True)
+        if _are_right(found)
+    )
+    taken_out = {factor for factor, times in right.items() if times > 1} - {1.0}
+    if not across_sites and not taken_out:
+        return found_in
+    return [_objectives_of(one, modes, divisors, across_sites, taken_out) for one in pending]
+
+
+def _judge_losses(one: Pending, result: Weighed) -> bool:
+    """Judge losses whose weights say nothing, such as one that goes backward twice.
+
+    Return whether there are some.
+    """
+    held = decide(OF_LOSSES, one).fault
+    if held is None:
+        return False
+    result.steps.add(one.window.number)
+    fault = held.rule.fault(held.seen)
+    result.violations.append(violation_of(fault, one.window, one.window.where))
+    return True
 
 
 def _objectives_of(
@@ -238,14 +263,20 @@ def _are_right(found: Sequence[Objective]) -> bool:
     return bool(found) and all(objective.right() for objective in found)
 
 
-def _repeated_losses(one: Pending) -> StepFault | None:
-    """Return the fault of losses that go backward more than once."""
+def _repeated_terms(one: Pending) -> list[tuple[int, int]]:
+    """Return of each pass how many of its terms have gone backward before, and how many it has."""
     found = [one.window.passes[index].records[rank].terms for rank, index in one.coefficients]
-    repeated = [(sum(term.repeated for term in terms), len(terms)) for terms in found if terms]
-    if not any(times for times, _ in repeated):
-        return None
-    running = any(0 < times < number for times, number in repeated)
-    return OF_SUMS["running sum" if running else "repeated"]
+    return [(sum(term.repeated for term in terms), len(terms)) for terms in found if terms]
+
+
+def _is_running_sum(one: Pending) -> bool:
+    """Ask whether earlier losses go backward with new ones."""
+    return any(0 < times < number for times, number in _repeated_terms(one))
+
+
+def _is_repeated(one: Pending) -> bool:
+    """Ask whether losses go backward more than once."""
+    return any(times for times, _ in _repeated_terms(one))
 
 
 PARTIAL = (
@@ -254,8 +285,8 @@ PARTIAL = (
 )
 
 
-def _unequal_replays(one: Pending) -> StepFault | None:
-    """Return the fault of one loss over cached items that weighs another number in each pass.
+def _has_unequal_replays(one: Pending) -> Sighting | None:
+    """Ask whether one loss over cached items weighs another number in each pass.
 
     Each pass has the whole loss, and lets the gradient through to its own items: these weigh what
     the loss weighs there.
@@ -273,13 +304,35 @@ def _unequal_replays(one: Pending) -> StepFault | None:
         return None
     for found in weights.values():
         if len(found) == one.length > 1 and not near(min(found), max(found), 1e-3):
-            listed = ", ".join(f"{weight:.4g}" for weight in found[:6])
-            sentence = (
-                "each pass computes the whole loss of the window, with a gradient to some of its"
-                f" items, and the loss weighs another number in each ({listed}), so that items do"
-            )
-            return StepFault("unrecognised-weights", sentence)
+            return Sighting({"weights": ", ".join(f"{weight:.4g}" for weight in found[:6])})
     return None
+
+
+OF_LOSSES: Sequence[Rule[Pending]] = (
+    Rule[Pending](
+        "running sum",
+        "repeated-micro-batch",
+        _is_running_sum,
+        "earlier losses go backward several times, as when the running sum of the losses goes"
+        " backward each time",
+        before=("repeated", "unequal replays"),
+    ),
+    Rule[Pending](
+        "repeated",
+        "repeated-micro-batch",
+        _is_repeated,
+        "a loss goes backward more than once in the window",
+        before=("unequal replays",),
+    ),
+    Rule[Pending](
+        "unequal replays",
+        "unrecognised-weights",
+        _has_unequal_replays,
+        "each pass computes the whole loss of the window, with a gradient to some of its items, and"
+        " the loss weighs another number in each ({weights}), so that items do",
+    ),
+)
+"""What the losses of a window show that have no weights to be compared."""
 
 
 def read_joined(passes: Mapping[int, Seen], sources: Iterable[Source]) -> None:

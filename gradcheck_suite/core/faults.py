@@ -198,8 +198,8 @@ _ROWS = (
         "rescaled-accumulator",
         "weights",
         "each micro-batch weighs a constant factor times the one before it",
-        "scale each contribution and not the accumulated gradient; add up over ranks once per"
-        " window, after its last micro-batch",
+        "scale each contribution by the same number, and not the accumulated gradient; keep a loss"
+        " scale for the whole window; add up over ranks once per window, after its last micro-batch",
     ),
     _gradient(
         "repeated-micro-batch",
@@ -295,6 +295,10 @@ _ROWS = (
         causes={
             "average": Remedy(
                 "reset once after every step, and leave moving averages to the optimizer"
+            ),
+            "sent-again": Remedy(
+                "send each micro-batch backward in its own window alone; look for a list that keeps"
+                " batches or losses over the step"
             ),
             "other-optimizer": Remedy(
                 "reset the gradients of this optimizer before its own backward passes"

@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from gradcheck_suite.core.faults import FAULTS, names_of
+from gradcheck_suite.core.faults import FAULTS, FIX, names_of, remedy_of
 from gradcheck_suite.core.records import PACKAGE
 from gradcheck_suite.core.results import Violation
 from gradcheck_suite.core.text import cell_lines, file_text
@@ -310,8 +310,13 @@ def _line_to_change(syntax: LoopSyntax, violation: Violation, file: str) -> int 
     if violation.kind == "raised" and raised:
         return int(raised[1])
     names = names_of(violation.diagnosis) & FAULTS.keys()
-    lines = (find(syntax) for known, find in CHANGES if names and names <= {*known})
-    return next((line for line in lines if line is not None), None)
+    _, has_remedy, remedy = violation.explanation.partition(FIX)
+    of_resets = bool(names) and names <= {*OF_RESETS}
+    # a cause of its own, such as a moving average, is on another line than the reset
+    if of_resets and has_remedy and remedy_of(violation.diagnosis) not in remedy:
+        return None
+    finds = (find for known, find in CHANGES if names and names <= {*known})
+    return next((line for find in finds if (line := find(syntax)) is not None), None)
 
 
 def loop_lines(loop: Any) -> tuple[str, range] | None:

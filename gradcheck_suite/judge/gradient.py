@@ -36,7 +36,8 @@ from gradcheck_suite.judge.reruns import (
     SKIPPED,
     Evidence,
     LoopRunner,
-    LossRecorder,
+    RecordedLosses,
+    explain_foreign,
     explain_inputs,
     gradient_of_step,
     run_recorded,
@@ -120,7 +121,7 @@ def explain_weights(run: ProbeRun, step: int, runner: LoopRunner) -> Diagnosis:
             return any_of([named, projected])
         if known and not runner.runs_left:
             return replace(named, weights=table)
-    recorder, outcome = run_recorded(runner, probe.instance(scale=SMALL_SCALE))
+    recorded, outcome = run_recorded(runner, probe.instance(scale=SMALL_SCALE))
     if outcome is None or step >= len(outcome.observations):
         return separated or not_linear(
             "on the weight probe the items' weights are wrong, and the loop stops if the loss is"
@@ -135,13 +136,13 @@ def explain_weights(run: ProbeRun, step: int, runner: LoopRunner) -> Diagnosis:
         )
         if found is None or found.name == "added-term":
             # a power of the loss adds a term as well
-            found = _by_loss(probe, recorder, step, items, small_step) or found or separated
+            found = _by_loss(probe, recorded, step, items, small_step) or found or separated
         return found or not_linear(
             f"{SIZE_DEPENDENT} the gradient's size (clipping, normalizing) or on chance (noise)"
         )
     if separated:
         return replace(separated, weights=table)
-    if found := explain_inputs(recorder, small_step, step):
+    if found := explain_inputs(recorded, small_step, step):
         return found
     if weights is None:
         found = _means_of_parts(run, runner) or _shifted_items(probe, items, window)
@@ -211,17 +212,19 @@ def _numbers_of_parts(run: ProbeRun) -> set[int]:
 
 
 def _by_loss(
-    probe: WeightProbe, recorder: LossRecorder, step: int, items: Vector, small_step: Vector
+    probe: WeightProbe, recorded: RecordedLosses, step: int, items: Vector, small_step: Vector
 ) -> Diagnosis | None:
     """Return the diagnosis of weights that the losses' values decide, or None.
 
     What backward hands to the losses is then all that is wrong: nothing is done to the gradient
     after it.
     """
-    members = probe.plan.windows[step % len(probe.plan.windows)]
-    calls = [call for call in recorder.calls if call.step == step and call.cotangent is not None]
-    if len(calls) != len(members):
+    of_ranks = recorded.members(step)
+    sent = recorded.sent(step)
+    if [*map(len, sent)] != [*map(len, of_ranks)]:
         return None
+    members = [j for own in of_ranks for j in own]
+    calls = [call for own in sent for call in own]
     handed = np.zeros(len(small_step))
     plain = small_step / SMALL_SCALE
     right = probe.right_weights(step % len(probe.plan.windows))
@@ -478,11 +481,11 @@ def explain_on_case(e: Evidence) -> Diagnosis | None:
     if case == e.instance.case:
         return _at_rest(e, "this very case")
     window = REFERENCES.get(case, e.instance.users_problem).window(e.window.index)
-    recorder, outcome = run_recorded(e.runner, window.reference.instance)
+    recorded, outcome = run_recorded(e.runner, window.reference.instance)
     seen = None if outcome is None else gradient_of_step(outcome, window.reference, e.step)
     if seen is None:
         return None
-    there = replace(e, comparison=window.compare(seen), window=window, known_calls=(recorder, seen))
+    there = replace(e, comparison=window.compare(seen), window=window, known_calls=(recorded, seen))
     if there.comparison.ratio <= 1:
         if not e.window.moved or e.instance.case.dtype != "float64":
             return None
@@ -596,6 +599,8 @@ def explain_gradient(e: Evidence) -> Diagnosis:
         diagnosis = of_one_sign(diagnosis, window, comparison) or diagnosis
     if diagnosis.name in UNNAMED:
         diagnosis = combined_elements(window, comparison) or diagnosis
+    if diagnosis.name == "stale-window" and not diagnosis.causes:
+        diagnosis = explain_foreign(e, diagnosis)
     diagnosis = e.confirmed(diagnosis)
     return replace(diagnosis, details=numbers + diagnosis.details)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import groupby
 
 import numpy as np
@@ -366,17 +367,28 @@ def _is_same_data(w: Weights) -> bool:
     gone = w.ratio == 0
     rank = _ranks(w)
     there = w.ratio[~gone]
-    one = len(set(rank[~gone])) == 1 and len(set(rank)) == w.world_size
-    whole = one and not gone[rank == rank[~gone][0]].any()
-    return w.alike and whole and w.close(there, float(w.world_size))
+    if len(set(rank[~gone])) != 1 or len(set(rank)) != w.world_size or not w.alike:
+        return False
+    only = int(rank[~gone][0])
+    if gone[rank == only].any():
+        return False
+    # the divisor is the count of all ranks' own micro-batches, or that of what each has counted
+    counted = w.window_count / w.count_of_rank(only) if w.reduction == "mean" else w.world_size
+    return w.close(there, float(w.world_size)) or w.close(there, counted)
 
 
 def _missing_ranks_text(w: Weights, wrong: Steps) -> str:
     gone = w.ratio == 0
     rank = _ranks(w)
     if all(map(_is_same_data, wrong)):
+        times = w.world_size
+        if not w.close(w.ratio[~gone], float(times)):
+            return (
+                f"the gradient is that of the micro-batches of rank {rank[~gone][0]} alone, on every"
+                " rank: every rank trains on the same data"
+            )
         return (
-            f"the micro-batches of rank {rank[~gone][0]} are in the gradient {w.world_size} times,"
+            f"the micro-batches of rank {rank[~gone][0]} are in the gradient {times} times,"
             " and those of no other rank: every rank trains on the same data"
         )
     shares = [
@@ -436,8 +448,8 @@ def _rescaled_text(w: Weights, wrong: Steps) -> str:
         )
     factor = _rescaled(w) or _rescaled(max(wrong, key=lambda v: len(v.inside))) or 1.0
     return (
-        f"each micro-batch weighs {factor:.6g} times the one before it: the running sum itself is"
-        " rescaled at every micro-batch"
+        f"each micro-batch weighs {factor:.6g} times the one before it, as where the running sum"
+        " itself is rescaled at every micro-batch, or a loss scale changes within the window"
     )
 
 
@@ -723,6 +735,44 @@ def quantities(w: Weights) -> Iterator[Quantity]:
         if other > 0:
             message = f"the window's count over {what}, {count:g}/{other:g}"
             yield Quantity(what, message, count / other, cause, rare=rare)
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A quantity of a window, or one over it, as the factor of a fault.
+
+    Attributes:
+        value: of the factor.
+        cause: of `wrong-scale` in the table of faults.
+    """
+
+    value: float
+    cause: str
+
+
+@lru_cache
+def factor_of(key: str, length: int, ranks: int, power: int, *, k: int | None = None) -> Factor:
+    """Return the factor that a quantity of a window gives.
+
+    Args:
+        key: of the quantity.
+        length: the window's micro-batches on each rank.
+        ranks: the number of ranks.
+        power: 1, or -1 for one over the quantity.
+        k: the accumulation steps; None for the window's length.
+    """
+    number = length * ranks
+    w = Weights(
+        observed=np.zeros(number),
+        counts=(1.0,) * number,
+        window=tuple(range(number)),
+        accumulation_steps=k or length,
+        epoch=0,
+        reduction="mean",
+        owners=tuple(range(ranks)) * length if ranks > 1 else (),
+    )
+    quantity = next(one for one in quantities(w) if one.key == key)
+    return Factor(quantity.value**power, quantity.cause if power > 0 else quantity.inverse)
 
 
 Beside = Iterator[tuple[str, float, str, int]]

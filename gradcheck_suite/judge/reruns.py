@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,7 +12,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from gradcheck_suite.core.case import SMALL_SCALE
@@ -23,6 +22,7 @@ from gradcheck_suite.judge.fitted_weights import diagnose_case
 from gradcheck_suite.judge.weights import Diagnosis, any_of, listed
 from gradcheck_suite.reference.large_batch import Reference, Window, parameter_gradients
 from gradcheck_suite.run.instance import Instance, leaves, map_leaves, named_leaves, scaled
+from gradcheck_suite.run.losses import LateValues, LossCall, Losses, modes_of
 from gradcheck_suite.run.ranks import run_ranks
 from gradcheck_suite.run.runner import Outcome
 
@@ -63,14 +63,27 @@ class LoopRunner:
 
     def run(self, instance: Instance) -> Outcome | None:
         """Return what the loop does with an instance, or None where no run is left."""
+        outcomes = self.run_on_ranks(instance)
+        return None if outcomes is None else self.chosen(outcomes)
+
+    def run_on_ranks(
+        self, instance: Instance, *, record_losses: bool = False
+    ) -> list[Outcome] | None:
+        """Return what the loop does on each rank, or None where no run is left."""
         if not self.runs_left:
             return None
         self.runs_left -= 1
         self.runs += 1
-        outcomes = run_ranks(self._loop, instance, time_limit_s=self._time_limit_s)
-        failed = next((outcome for outcome in outcomes if outcome.raised is not None), None)
-        if failed is None:
+        outcomes = run_ranks(
+            self._loop, instance, time_limit_s=self._time_limit_s, record_losses=record_losses
+        )
+        if all(outcome.raised is None for outcome in outcomes):
             self.alike &= outcomes[self.rank].alike
+        return outcomes
+
+    def chosen(self, outcomes: Sequence[Outcome]) -> Outcome:
+        """Return the outcome of the first rank that failed, else that of the rank looked at."""
+        failed = next((outcome for outcome in outcomes if outcome.raised is not None), None)
         return failed or outcomes[self.rank]
 
     def repeats(
@@ -88,8 +101,7 @@ class LoopRunner:
         return True
 
 
-# What a loop computed its losses from: the model's mode and parameters, and the batches, in one
-# recorded run.
+# What a loop computed its losses from, in one recorded run.
 
 
 CLOSE = 1e-9
@@ -97,133 +109,53 @@ CLOSE = 1e-9
 
 
 @dataclass(frozen=True)
-class LateValues:
-    """What was written between a forward and its backward, past autograd's own check of that.
+class RecordedLosses:
+    """The losses of a run, of each rank.
 
     Attributes:
-        batch: name of each leaf of the batch that was written -> its later value.
-        parameters: name of each parameter that was written -> its later value.
+        original: the instance whose losses they are.
+        of_ranks: what each rank recorded, one for a single process; empty where nobody records.
     """
 
-    batch: dict[str, torch.Tensor]
-    parameters: dict[str, torch.Tensor]
+    original: Instance
+    of_ranks: tuple[Losses, ...] = ()
+
+    @property
+    def called(self) -> bool:
+        """Whether the loop calls the loss to train.
+
+        True where that was not recorded.
+        """
+        return not self.of_ranks or any(losses.called for losses in self.of_ranks)
+
+    def members(self, step: int) -> list[list[int]]:
+        """Return the micro-batches that each rank has of a step's window."""
+        plan = self.original.case.plan
+        window = plan.windows[step % len(plan.windows)]
+        if not plan.ranks:
+            return [list(window)]
+        return [[j for j in window if plan.owners[j] == r] for r in range(len(plan.ranks))]
+
+    def sent(self, step: int) -> list[list[LossCall]]:
+        """Return the calls of each rank that were sent backward for a step."""
+        return [losses.sent(step) for losses in self.of_ranks]
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and bool(((one == other) | (one != one)).all())
-
-
-@dataclass
-class LossCall:
-    """A call of the loss.
-
-    Attributes:
-        step: number of optimizer steps before it.
-        batch: a copy of the batch.
-        parameters: name -> a copy of the value, of the model that it was called with; none where it
-            was called with the output of one, as `run.criterion` does. The batch is without what
-            the model reads then.
-        training: name of each module -> its mode.
-        given: the batch itself, and the parameters themselves, as far as they were read.
-        cotangent: what backward handed to the loss; None where the loss was not sent backward.
-        late: what stood in the batch and in the parameters when the loss was first sent backward;
-            None where that is what the loss was computed from.
-    """
-
-    step: int
-    batch: Batch
-    parameters: dict[str, torch.Tensor]
-    training: dict[str, bool]
-    given: tuple[Batch, dict[str, torch.Tensor]] = (None, {})
-    cotangent: torch.Tensor | None = None
-    late: LateValues | None = None
-
-    def note(self, cotangent: torch.Tensor) -> None:
-        """Add what a backward hands to the loss, and what stands in its inputs by then."""
-        if self.cotangent is None:
-            self._note_late()
-        self.cotangent = cotangent if self.cotangent is None else self.cotangent + cotangent
-
-    def _note_late(self) -> None:
-        batch, parameters = self.given
-        now = dict(named_leaves(batch))
-        before = dict(named_leaves(self.batch))
-        refilled = {
-            name: t.detach().clone() for name, t in now.items() if not _same(t, before[name])
-        }
-        written = {
-            name: p.detach().clone()
-            for name, p in parameters.items()
-            if not _same(p, self.parameters[name])
-        }
-        if refilled or written:
-            self.late = LateValues(refilled, written)
-
-
-class LossRecorder:
-    """Records the calls of a loss.
-
-    Attributes:
-        calls: those with gradients, in order.
-        called: whether the loop calls the loss to train, which a look under `no_grad` is not.
-        original: the instance whose loss is recorded.
-        instance: the instance that records.
-    """
-
-    def __init__(self, instance: Instance) -> None:
-        self.calls: list[LossCall] = []
-        self.called = False
-        self.original = instance
-        self._loss = instance.problem.loss
-        self._steps = 0
-        self.instance = replace(instance, problem=replace(instance.problem, loss=self._recorded))
-
-    def note_step(self, *_: Any) -> None:
-        """Count an optimizer's step."""
-        self._steps += 1
-
-    def _recorded(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        self.called |= torch.is_grad_enabled()
-        if not torch.is_grad_enabled():
-            return self._loss(model, batch)
-        read = model if isinstance(model, torch.nn.Module) else torch.nn.ParameterDict()
-        call = LossCall(
-            self._steps,
-            map_leaves(lambda t: t.detach().clone(), batch),
-            {name: p.detach().clone() for name, p in read.named_parameters()},
-            _modes(read),
-            (batch, dict(read.named_parameters())),
-        )
-        loss = self._loss(model, batch)
-        if loss.requires_grad:
-            self.calls.append(call)
-            loss.register_hook(call.note)
-        return loss
-
-
-def _modes(model: torch.nn.Module) -> dict[str, bool]:
-    """Return whether each module is in train mode, by name."""
-    return {name: module.training for name, module in model.named_modules()}
-
-
-def run_recorded(runner: LoopRunner, instance: Instance) -> tuple[LossRecorder, Outcome | None]:
+def run_recorded(runner: LoopRunner, instance: Instance) -> tuple[RecordedLosses, Outcome | None]:
     """Run a loop and record its losses; the outcome is None where it raised or no run is left."""
-    recorder = LossRecorder(instance)
-    if instance.case.plan.ranks or runner.is_jax:
-        # the losses are called in the ranks' own processes, or in JAX, where nobody records them
-        recorder.called = True
-        outcome = runner.run(instance)
-        return recorder, None if outcome is None or outcome.raised is not None else outcome
-    handle = register_optimizer_step_post_hook(recorder.note_step)
-    try:
-        outcome = runner.run(recorder.instance)
-    finally:
-        handle.remove()
-    return recorder, None if outcome is None or outcome.raised is not None else outcome
+    # in JAX a loss is traced, and its numbers are not at hand
+    record = not runner.is_jax
+    outcomes = runner.run_on_ranks(instance, record_losses=record)
+    if outcomes is None:
+        return RecordedLosses(instance), None
+    outcome = runner.chosen(outcomes)
+    losses = tuple(one.losses for one in outcomes if one.losses is not None)
+    recorded = RecordedLosses(instance, losses if len(losses) == len(outcomes) else ())
+    return recorded, None if outcome.raised is not None else outcome
 
 
 def explain_inputs(
-    recorder: LossRecorder,
+    recorded: RecordedLosses,
     observed: Vector,
     step: int,
     parameters: dict[str, torch.Tensor] | None = None,
@@ -232,33 +164,31 @@ def explain_inputs(
     None.
 
     The losses are computed again from what they were called with. Where that gives the observed
-    gradient, and the right inputs do not, the inputs are the fault.
+    gradient, and the right inputs do not, the inputs are the fault. Of several ranks the losses of
+    all are taken together.
 
     Args:
-        recorder: the record of the run's losses.
+        recorded: the run's losses.
         observed: (P,): the wrong gradient.
         step: index of the step.
         parameters: those that the step changes; None for the initial ones.
     """
-    sent = [call for call in recorder.calls if call.step == step and call.cotangent is not None]
-    reference = Reference(recorder.original)
-    instance = recorder.original
-    right = recorder.original.model()
-    windows = instance.case.plan.windows
-    members = windows[step % len(windows)]
+    instance = recorded.original
+    reference = Reference(instance)
+    right = instance.model()
     if parameters is not None:
         right.load_state_dict(parameters, strict=False)
-    sent = [_completed(instance, right, members, *numbered) for numbered in enumerate(sent)]
-    times, rest = divmod(len(sent), len(members))
-    passes = [sent]
-    if times > 1 or rest:
-        # what an earlier pass over the window computed may have been cleared
-        passes.append(sent[-len(members) :])
-    if times > 1 and not rest:
-        # an earlier loss of each micro-batch may be of use for its inputs alone, as in adversarial
-        # training
-        passes.append(sent[times - 1 :: times])
-    for calls in passes:
+    of_ranks = recorded.members(step)
+    sent = [
+        [
+            _completed(instance, right, members, place, call)
+            for place, call in enumerate(calls)
+            if members or call.parameters
+        ]
+        for members, calls in zip(of_ranks, recorded.sent(step), strict=False)
+    ]
+    members = [j for own in of_ranks for j in own]
+    for calls in _passes(sent, of_ranks):
         if not calls or not _gives(reference, calls, observed):
             continue
         differences = [
@@ -275,16 +205,58 @@ def explain_inputs(
     return None
 
 
+def _passes(
+    sent: Sequence[list[LossCall]], of_ranks: Sequence[list[int]]
+) -> Iterator[list[LossCall]]:
+    """Yield which of the losses that ranks sent backward may have made the gradient.
+
+    All of them first.
+    """
+    yield [call for calls in sent for call in calls]
+    times = {divmod(len(c), len(m)) for c, m in zip(sent, of_ranks, strict=False) if m}
+    if times - {(1, 0)}:
+        # what an earlier pass over the window computed may have been cleared
+        last = [c[max(0, len(c) - len(m)) :] for c, m in zip(sent, of_ranks, strict=True)]
+        yield [call for calls in last for call in calls]
+    if len(times) == 1:
+        ((number, rest),) = times
+        if number > 1 and not rest:
+            # an earlier loss of each micro-batch may be of use for its inputs alone, as in
+            # adversarial training
+            strided = [calls[number - 1 :: number] for calls in sent]
+            yield [call for calls in strided for call in calls]
+
+
 def _gives(reference: Reference, calls: Sequence[LossCall], observed: Vector) -> bool:
-    """Whether the losses, computed again as they were called, have a gradient."""
+    """Whether the losses, computed again as they were called, have a gradient.
+
+    Ranks add up their gradients, or average them, as DistributedDataParallel does.
+    """
+    total = _gradient_again(reference, calls, np.zeros_like(observed))
+    if total is None:
+        return False
+    near = CLOSE * np.abs(total).max(initial=0.0)
+    return any(
+        bool((np.abs(total / ranks - observed) <= near / ranks).all())
+        for ranks in {1, reference.instance.case.plan.world_size}
+    )
+
+
+def _gradient_again(
+    reference: Reference, calls: Sequence[LossCall], zeros: Vector
+) -> Vector | None:
+    """Return the gradient of losses, computed again as they were called.
+
+    None where they were called with another model than the instance's.
+    """
     instance = reference.instance
-    total = np.zeros_like(observed)
+    total = zeros
     for call in calls:
         model = instance.model()
         modules = dict(model.named_modules())
         parameters = dict(model.named_parameters())
         if modules.keys() != call.training.keys() or parameters.keys() != call.parameters.keys():
-            return False
+            return None
         with torch.no_grad():
             for name, p in parameters.items():
                 p.copy_(call.parameters[name])
@@ -294,15 +266,21 @@ def _gives(reference: Reference, calls: Sequence[LossCall], observed: Vector) ->
         batch = map_leaves(torch.clone, call.batch)
         loss = instance.problem.loss(model, batch)
         if call.late is not None:
-            # autograd's check of what it saved looks at the versions, which `.data` has not
-            leaves_of = dict(named_leaves(batch))
-            own = parameters
-            for name, value in call.late.batch.items():
-                leaves_of[name].data.copy_(value)
-            for name, value in call.late.parameters.items():
-                own[name].data.copy_(value)
-        total += reference.flat(parameter_gradients(loss * call.cotangent, model))
-    return bool((np.abs(total - observed) <= CLOSE * np.abs(total).max(initial=0.0)).all())
+            _write_late(call.late, batch, parameters)
+        total = total + reference.flat(parameter_gradients(loss * call.cotangent, model))
+    return total
+
+
+def _write_late(
+    late: LateValues, batch: Batch, parameters: Mapping[str, torch.nn.Parameter]
+) -> None:
+    """Write what stood in a batch and in parameters at the backward."""
+    # autograd's check of what it saved looks at the versions, which `.data` has not
+    leaves_of = dict(named_leaves(batch))
+    for name, value in late.batch.items():
+        leaves_of[name].data.copy_(value)
+    for name, value in late.parameters.items():
+        parameters[name].data.copy_(value)
 
 
 def _completed(
@@ -320,7 +298,7 @@ def _completed(
         call,
         batch=map_leaves(lambda t: given.get(next(names), t), own),
         parameters={name: p.detach() for name, p in right.named_parameters()},
-        training=_modes(right),
+        training=modes_of(right),
     )
 
 
@@ -330,7 +308,7 @@ def _differences(
     """Yield the diagnosis of each input that is not the contract's, and the calls with it
     corrected.
     """
-    right = _modes(model)
+    right = modes_of(model)
     if any(call.training != right for call in calls):
         yield (
             Diagnosis("wrong-mode", _mode_text(calls)),
@@ -360,8 +338,10 @@ def _written_between(
     batch = dict.fromkeys(name for values in late for name in values.batch)
     parameters = dict.fromkeys(name for values in late for name in values.parameters)
     kept = [replace(call, late=None) for call in calls]
+    written_on = _on_ranks([call for call in calls if call.late is not None], calls)
     when = (
-        f"between the forward and the backward of {len(late)} of the window's {len(calls)} losses"
+        f"between the forward and the backward of {len(late)} of the window's"
+        f" {len(calls)} losses{written_on}"
     )
     right = "and the gradient is right for what stood there at the backward"
     if batch:
@@ -382,21 +362,39 @@ def _mode_text(calls: Sequence[LossCall]) -> str:
     )
     names = list(dict.fromkeys(name for call in off for name in call))
     where = "" if "" in names else f" in {listed(names)}"
+    is_off = [call for call, names in zip(calls, off, strict=True) if names]
     return (
-        f"{which} {'is' if number == 1 < len(calls) else 'are'} computed in eval mode{where}, while"
-        " the run hands the model over in train mode"
+        f"{which} {'is' if number == 1 < len(calls) else 'are'} computed in eval mode{where}"
+        f"{_on_ranks(is_off, calls)}, while the run hands the model over in train mode"
     )
 
 
+def _on_ranks(chosen: Sequence[LossCall], calls: Sequence[LossCall]) -> str:
+    """Return on which ranks some calls were made, as a part of a sentence.
+
+    Empty where all calls were made on these.
+    """
+    ranks = sorted({call.rank for call in chosen})
+    if len(ranks) == len({call.rank for call in calls}):
+        return ""
+    return f", on rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}"
+
+
 def _moved_text(start: dict[str, torch.Tensor], calls: Sequence[LossCall]) -> str:
-    values = [(name, value) for call in calls for name, value in call.parameters.items()]
-    moved = [(name, value) for name, value in values if not torch.equal(value, start[name])]
-    name, value = moved[0]
+    moved = [
+        (name, value, call)
+        for call in calls
+        for name, value in call.parameters.items()
+        if not torch.equal(value, start[name])
+    ]
+    name, value, _ = moved[0]
     own = start[name].flatten()
     at = int((value - start[name]).abs().argmax())
-    names = list(dict.fromkeys(name for name, _ in moved))
+    names = list(dict.fromkeys(name for name, _, _ in moved))
+    where = _on_ranks([call for *_, call in moved], calls)
+    where = f"{where}," if where else ""
     return (
-        f"the losses are computed at other values of {listed(names)} than those that the step"
+        f"the losses are computed{where} at other values of {listed(names)} than those that the step"
         f" changes ({name} has an element {value.flatten()[at]:.6g} in place of {own[at]:.6g}), and"
         " the gradient is right there"
     )
@@ -520,6 +518,40 @@ def run_with_finite_losses(runner: LoopRunner, instance: Instance) -> Outcome | 
     return runner.run(replace(instance, problem=replace(instance.problem, loss=loss)))
 
 
+# Whether another window's gradient was left behind, or its micro-batches were sent backward again.
+
+
+def explain_foreign(e: Evidence, found: Diagnosis) -> Diagnosis:
+    """Return the diagnosis of a gradient that has something of earlier windows, with the cause where
+    the losses tell it.
+
+    Args:
+        e: what is known of the gradient.
+        found: the diagnosis without a cause.
+    """
+    # one run is made to tell, whatever is left: "reset the gradients" would be the wrong remedy
+    e.runner.runs_left = max(e.runner.runs_left, 1)
+    recorded, rerun = e.calls
+    if rerun is None or not repeats_gradient(rerun, e.comparison):
+        return found
+    plan = e.instance.case.plan
+    yielded = [dict(named_leaves(e.instance.batch(items))) for items in plan.cuts]
+    again = set[int]()
+    for calls in recorded.sent(e.step):
+        for call in calls:
+            given = dict(named_leaves(call.batch))
+            equal = {j for j, own in enumerate(yielded) if _equal(given, own)}
+            # a batch that two windows have alike tells nothing
+            again |= set() if equal & {*e.window.members} else equal
+    if not again:
+        return found
+    sentence = (
+        f"{found.sentence}; the losses of micro-batches {listed(sorted(again))} are sent backward"
+        " for this step once more"
+    )
+    return replace(found, sentence=sentence, causes=("sent-again",))
+
+
 # Whether a module's backward hook is what makes a gradient wrong.
 
 
@@ -627,7 +659,7 @@ class Evidence:
     window: Window
     epoch: int
     runner: LoopRunner
-    known_calls: tuple[LossRecorder, Vector | None] | None = None
+    known_calls: tuple[RecordedLosses, Vector | None] | None = None
 
     @property
     def instance(self) -> Instance:
@@ -649,12 +681,12 @@ class Evidence:
         return gradient_of_step(outcome, self.window.reference, self.step, self.comparison.observed)
 
     @cached_property
-    def calls(self) -> tuple[LossRecorder, Vector | None]:
+    def calls(self) -> tuple[RecordedLosses, Vector | None]:
         """A repetition: what its losses were computed from, and its gradient at the step."""
         if self.known_calls:
             return self.known_calls
-        recorder, outcome = run_recorded(self.runner, self.instance)
-        return recorder, self.gradient(outcome)
+        recorded, outcome = run_recorded(self.runner, self.instance)
+        return recorded, self.gradient(outcome)
 
     @cached_property
     def small(self) -> Vector | None:
@@ -680,12 +712,12 @@ class Evidence:
     @property
     def of_inputs(self) -> Diagnosis | None:
         """What a repetition says: that the fault is gone, or that the inputs of losses are wrong."""
-        recorder, rerun = self.calls
+        recorded, rerun = self.calls
         if rerun is None:
             return None
         if not repeats_gradient(rerun, self.comparison):
             return NOT_REPEATABLE
-        return explain_inputs(recorder, self.comparison.observed, self.step, self.window.parameters)
+        return explain_inputs(recorded, self.comparison.observed, self.step, self.window.parameters)
 
     def confirmed(self, found: Diagnosis) -> Diagnosis:
         """Return a diagnosis, or `not-repeatable` where one of the remaining runs gives another

@@ -335,7 +335,7 @@ _FIXED = {"hardsigmoid": (-3.0, 3.0), "hardswish": (-3.0, 3.0), "relu6": (0.0, 6
 _OF_LOSSES = {"smooth_l1_loss": "beta", "huber_loss": "delta"}
 
 
-def _limited(call: Call, run: TorchRun) -> tuple[Any, list[float]]:
+def limited(call: Call, run: TorchRun) -> tuple[Any, list[float]]:
     """Return the numbers that a call limits, and its limits."""
     name = call.name.rstrip("_")
     given = {a.name: a.default_value for a in call.op._schema.arguments}
@@ -360,10 +360,10 @@ def one_sided(program: TorchProgram, runs: Sequence[TorchRun]) -> list[tuple[int
     found = []
     for index in sorted(program.needed):
         call = program.calls[index]
-        first, limits = _limited(call, runs[0])
+        first, limits = limited(call, runs[0])
         if not isinstance(first, torch.Tensor) or not first.is_floating_point():
             continue
-        values = torch.cat([_limited(call, run)[0].reshape(-1) for run in runs])
+        values = torch.cat([limited(call, run)[0].reshape(-1) for run in runs])
         for limit in limits:
             above = values > limit
             if bool(above.all()) or not bool(above.any()):

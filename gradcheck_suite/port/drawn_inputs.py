@@ -25,6 +25,7 @@ from gradcheck_suite.port.drawing import (
     spans_of,
 )
 from gradcheck_suite.port.matching import array, outputs_error
+from gradcheck_suite.port.rare_inputs import other_orders, rare_points
 from gradcheck_suite.port.search import Repairs
 from gradcheck_suite.port.sides import Point, Sides
 from gradcheck_suite.port.sizes import Resize, groups, is_made_for, is_sized, numbers_in, resizes
@@ -136,6 +137,10 @@ class DrawnInputs:
             self._found = self._difference(drawn_point(base, (), kind, 1, spans))
             if self._found is not None:
                 return None
+        for point in rare_points(program, base, [*self.sides.points[1:], *self.asked]):
+            self._found = self._difference(point)
+            if self._found is not None:
+                return None
         taken: list[tuple[Resize, ...]] = [()]
         for resized in self._sizes(base):
             if not budget.spend() or len({p.shapes for p in self.asked}) >= self._most_shapes:
@@ -220,7 +225,16 @@ class DrawnInputs:
             off = max(off, loss_error(run, loss))
         if off <= sides.bounds(base).outputs or off <= sides.bounds(point).outputs:
             return None
-        return Difference(point)
+        return None if self._is_other_order(point, run, outs) else Difference(point)
+
+    def _is_other_order(self, point: Point, run: TorchRun, outs: Sequence[Any]) -> bool:
+        """Return whether the port has equal elements in another order, of which torch promises
+        none.
+        """
+        program = self.sides.torch_program(point)
+        allowed = self.sides.bounds(point).outputs
+        others = other_orders(self.repairs, program, run)
+        return any(outputs_error(other.outs, outs) <= allowed for other in others)
 
     def _torch_run(self, point: Point) -> TorchRun | None:
         """Return torch's run, None where torch refuses an input or it is out of its domain."""
@@ -284,11 +298,17 @@ def special(point: Point, base: Point) -> str:
         elif fresh.dtype.kind == "f" and fresh.size and np.isfinite(given).all():
             most = float(np.abs(fresh).max())
             before = float(np.abs(given).max())
-            if most > 1.2 * before:
+            if _has_equal(fresh) and not _has_equal(given):
+                found.append(f"input {place} has equal elements")
+            elif most > 1.2 * before:
                 found.append(
                     f"input {place} reaches {most:.3g} where the given one has {before:.3g}"
                 )
     return ", ".join(found)
+
+
+def _has_equal(value: np.ndarray[Any, Any]) -> bool:
+    return len(np.unique(value)) < value.size
 
 
 def _special_ids(fresh: np.ndarray[Any, Any], given: np.ndarray[Any, Any], place: int) -> list[str]:

@@ -7,7 +7,7 @@ ones first.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, combinations, groupby, islice
 from typing import Any
@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from gradcheck_suite.port.alterations import Alteration
 from gradcheck_suite.port.changes import Given, Hypothesis, of_operand, of_result, other_operand
+from gradcheck_suite.port.explanation import Explanation, best_explanation
 from gradcheck_suite.port.matching import array
 from gradcheck_suite.port.mistakes import (
     BASES,
@@ -31,7 +33,6 @@ from gradcheck_suite.port.search import LEAST, Family, Found, Search, behind, re
 from gradcheck_suite.port.torch_program import LOSS, Call, Change, Ref, TorchProgram, fill, flat
 from gradcheck_suite.port.transforms import (
     PERMUTING,
-    Transform,
     exchanges,
     functions,
     signs,
@@ -58,30 +59,62 @@ def usual(search: Search, place: int) -> Iterator[Hypothesis]:
     args, kwargs = fill((call.args, call.kwargs), run.get)
     counted = any(_is_count(search, ref) for _, ref in search.positions(place))
     for hypothesis in mistakes(place, call, args, kwargs, run.seen[place][0]):
-        named = (
-            "index-offset" if counted and hypothesis.cause == "unit-offset" else hypothesis.cause
-        )
+        named = hypothesis.cause
+        if counted and named == "unit-offset":
+            named = "index-offset"
+        elif named == "constant" and call.name.startswith("clamp") and _divides(search, place):
+            named = "count"
         if named == "axis":  # a mean and a deviation of one tensor go over the same axes
             beside = _readers_of_a_line(search, place, next(r for _, r in search.positions(place)))
             alike = [i for i in beside if re.fullmatch(REDUCING, search.program.calls[i].name)]
             if len(alike) > 1:
                 yield replace(hypothesis, changes=dict.fromkeys(alike, hypothesis.changes[place]))
         yield replace(hypothesis, cause=named)
-    # the kernel of an embedding bag checks no offsets; what sorts the indices of `index` says more
-    # than their order
-    for i, ref in (
-        search.positions(place) if not re.search("embedding_bag|^index$", call.name) else ()
-    ):
-        if not (value := run.get(ref)).is_floating_point():
-            for cause, words, function in transforms(value):
-                named = (
-                    _OTHERS.get(cause, cause)
-                    if ref.kind == "state"
-                    else _transformed_as(search, place, ref, cause)
-                )
-                yield Hypothesis(
-                    named, f"{_named(search, ref)} {words}", {place: of_operand(i, function)}
-                )
+    if not re.search(NO_INDEX, call.name) and not _is_divisor(search, place):
+        yield from _other_indices(search, place)
+
+
+NO_INDEX = "embedding_bag|^index$|^div_?$"
+"""Operations whose whole numbers are not moved: the kernel of an embedding bag checks no offsets,
+what sorts the indices of `index` says more than their order, and a divisor is a count."""
+
+
+def _divides(search: Search, index: int) -> bool:
+    """Return whether a result is what something is divided by, also after it is moved."""
+    readers = search.program.readers.get(Ref(index, 0), [])
+    calls = search.program.calls
+    status = search.matching.status
+    return bool(readers) and all(
+        calls[i].args[1:2] == (Ref(index, 0),)
+        if calls[i].name.startswith("div")
+        else status[i] is None and _divides(search, i)
+        for i in readers
+    )
+
+
+def _is_divisor(search: Search, index: int) -> bool:
+    """Return whether a result has whole numbers by which something is divided, and does nothing
+    else.
+    """
+    out = search.matching.run.seen[index][0]
+    readers = search.program.readers.get(Ref(index, 0), [])
+    if not isinstance(out, torch.Tensor) or out.is_floating_point() or not readers:
+        return False
+    calls = search.program.calls
+    return all(calls[i].name.startswith("div") or _is_divisor(search, i) for i in readers)
+
+
+def _other_indices(search: Search, place: int) -> Iterator[Hypothesis]:
+    """Yield that masks and indices which a call reads are inverted, moved or left out."""
+    for i, ref in search.positions(place):
+        value = search.matching.run.get(ref)
+        if not value.is_floating_point():
+            for one in transforms(value):
+                named = _OTHERS.get(one.cause, one.cause)
+                if ref.kind != "state":
+                    named = _transformed_as(search, place, ref, one.cause)
+                words = f"{_named(search, ref)} {one.words}"
+                yield Hypothesis(named, words, {place: of_operand(i, one.make)})
 
 
 def _choosing(search: Search, place: int, depth: int) -> Iterator[int]:
@@ -104,6 +137,37 @@ def chosen_before(search: Search, place: int) -> Iterator[Hypothesis]:
             path = str(parameter.index).rpartition(".")[0]
             hypothesis = replace(hypothesis, cause="weight-transposed", kind="load", path=path)
         yield hypothesis
+
+
+def beyond_a_table(search: Search, place: int) -> Iterator[Hypothesis]:
+    """Yield that an index is not limited before a table: JAX counts a negative one from the end,
+    and takes the last row for one that is too large.
+    """
+    program = search.program
+    call = program.calls[place]
+    if call.name not in ("embedding", "index_select", "index"):
+        return
+    index = next((r for _, r in search.positions(place) if _is_index(search, r)), None)
+    for limit in _choosing(search, place, 6):
+        if index is not None and program.calls[limit].name.startswith("clamp"):
+            free = {Ref(limit, 0): program.calls[limit].args[0]}
+
+            def read(c: Call, a: Any, k: Any, get: Any, free: Any = free) -> Any:
+                own = {ref: get(source) for ref, source in free.items()}
+                rows = get(c.args[0])
+                at = _with_others(program, index.kind, own, get)
+                at = torch.where(at < 0, at + len(rows), at).clamp(0, len(rows) - 1)
+                return [rows[at]]
+
+            words = f"no {program.calls[limit].label}: an index that is out of the table is"
+            words += " counted from its end, or is the last"
+            yield Hypothesis("missing-operation", words, {place: read}, at=limit)
+
+
+def _is_index(search: Search, ref: Ref) -> bool:
+    value = search.matching.run.get(ref)
+    whole = isinstance(value, torch.Tensor) and value.dtype in (torch.int32, torch.int64)
+    return whole and isinstance(ref.kind, int)
 
 
 def further(search: Search, place: int) -> Iterator[Hypothesis]:
@@ -225,7 +289,7 @@ def _left_out(search: Search, index: int) -> Iterator[Hypothesis]:
             made.shape,
             made.dtype,
         ):
-            words = f"without {call.name.strip('_')}"
+            words = f"without {call.label}"
             cause = missing(call, i)
             if (
                 call.name.startswith("div")
@@ -304,14 +368,13 @@ def scaled(search: Search, place: int) -> Iterator[Hypothesis]:
     for i, ref in search.positions(place):
         # the port may compute torch's value too, and multiply it, or what it is moved to
         for source in dict.fromkeys([*_moves(search, ref), ref, *search.matching.sources(ref)]):
-            for cause, words, function in _scalings(search, run.get(source)):
-                change = {place: of_operand(i, function)}
+            for one in _scalings(search, run.get(source)):
+                change = {place: of_operand(i, one.make)}
                 if source != ref and isinstance(source.kind, int):
-                    change = {source.kind: of_result(function, source.index)}
+                    change = {source.kind: of_result(one.make, source.index)}
                 if source == ref or isinstance(source.kind, int):
-                    yield Hypothesis(
-                        cause, f"{_named(search, source)} {words}", change, at=max(change)
-                    )
+                    words = f"{_named(search, source)} {one.words}"
+                    yield Hypothesis(one.cause, words, change, at=max(change))
 
 
 def _moves(search: Search, ref: Ref) -> list[Ref]:
@@ -326,10 +389,10 @@ def _moves(search: Search, ref: Ref) -> list[Ref]:
     return found
 
 
-def _scalings(search: Search, value: Any) -> Iterator[Transform]:
+def _scalings(search: Search, value: Any) -> Iterator[Alteration]:
     """Yield what multiplies a value, or its parts along an axis, in the port alone."""
     for cause, words, a, b in _affine(search, value):
-        yield cause, words, lambda v, a=a, b=b: a * v + b
+        yield Alteration(cause, words, lambda v, a=a, b=b: a * v + b)
     numbers = search.matching.lost_numbers
     mine = array(value)
     for i in numbers.of_size(mine.size) if mine.dtype.kind == "f" and mine.any() else ():
@@ -345,11 +408,8 @@ def _scalings(search: Search, value: Any) -> Iterator[Transform]:
                 and 1 < factors.size <= mine.size / LEAST
             ):
                 put = torch.as_tensor(factors)
-                yield (
-                    "scale",
-                    f"times another number for each part of axis {axis}",
-                    lambda v, f=put: v * f,
-                )
+                words = f"times another number for each part of axis {axis}"
+                yield Alteration("scale", words, lambda v, f=put: v * f)
 
 
 def ratios(search: Search, place: int) -> Iterator[Hypothesis]:
@@ -466,12 +526,13 @@ def _is_count(search: Search, ref: Ref) -> bool:
     """Return whether a tensor has positions or other whole numbers that depend on no parameter and
     no input.
     """
+    return _is_constant(search, ref) and _is_whole(search, ref)
+
+
+def _is_whole(search: Search, ref: Ref) -> bool:
+    """Return whether a tensor has whole numbers alone, of whatever dtype."""
     value = search.matching.run.get(ref)
-    if (
-        not isinstance(value, torch.Tensor)
-        or value.dtype == torch.bool
-        or not _is_constant(search, ref)
-    ):
+    if not isinstance(value, torch.Tensor) or value.dtype == torch.bool or value.is_complex():
         return False
     return bool((value.double() == value.double().round()).all())
 
@@ -594,6 +655,133 @@ def _between(search: Search, ref: Ref, other: Ref) -> list[int]:
     return near if any(other in calls[i].refs for i in near) and len(near) <= 6 else []
 
 
+def starts(search: Search, place: int) -> Iterator[Hypothesis]:
+    """Yield that a recurrence starts elsewhere: an average at its first value for at zero, or at
+    zero for at its first value.
+    """
+    calls = search.program.calls
+    run = search.matching.run
+    name, *own = calls[place].name, calls[place].where, calls[place].path
+    line = {i for i, c in enumerate(calls) if [c.where, c.path] == own}
+    if not own[0] or sum(calls[i].name == name for i in line) < 2:
+        return  # no line that is run again and again
+    step = [place, *walked([place], lambda i: _readers_in(search, i, line), 4)]
+    ends = [i for i in step if calls[i].name.rstrip("_") == "add"][:1]
+    body = [*step, *search.read_by(ends, 4, line.__contains__)]
+    read = list(dict.fromkeys(r for i in body for r in calls[i].refs))
+    shape = run.shape(place)
+    for ref in (r for r in read if r.kind not in line and run.get(r).shape == shape):
+        alike = [r for r in read if r != ref and run.get(r).shape == shape]
+        for first in (r for r in alike if _is_moved(search, r)):
+            if not run.get(ref).any():
+                yield _started_at_first(search, ref, first, line)
+            elif ends and isinstance(ref.kind, int):
+                yield _started_at_zero(search, ref, first, ends[0])
+
+
+def _readers_in(search: Search, index: int, inside: Collection[int]) -> list[int]:
+    return [i for i in search.program.readers.get(Ref(index, 0), []) if i in inside]
+
+
+def _is_moved(search: Search, ref: Ref) -> bool:
+    """Return whether a tensor is given, or a part of another one."""
+    return not isinstance(ref.kind, int) or search.matching.status[ref.kind] is None
+
+
+def _ahead(
+    search: Search, end: int, now: int, instead: Mapping[Ref, Any], get: Callable[[Any], Any]
+) -> Any:
+    """Return the result of a call before its turn, with other tensors in place of some.
+
+    Args:
+        search: of the program.
+        end: index of the call.
+        now: that of the call which is run: the results of later ones are computed for this.
+        instead: the tensors that are others.
+        get: of the run.
+    """
+    calls = search.program.calls
+    later = {i for i in (end, *search.read_by([end], len(calls))) if i >= now}
+    given = {ref.kind for ref in instead}
+    return recomputed(
+        search.program,
+        end,
+        later - given,
+        lambda ref: instead[ref] if ref in instead else get(ref),
+        {},
+    )[0]
+
+
+def _started_at_first(search: Search, start: Ref, first: Ref, line: Collection[int]) -> Hypothesis:
+    """Return that a recurrence starts at its first value where torch starts at zero."""
+    readers = [i for i in search.program.readers[start] if i in line]
+
+    def begun(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
+        is_given = not isinstance(first.kind, int)
+        value = get(first) if is_given else _ahead(search, first.kind, min(readers), {}, get)
+        own = lambda ref: value if ref == start else get(ref)  # noqa: E731 - one use
+        return call.op(*fill(call.args, own), **fill(call.kwargs, own))
+
+    words = "a recurrence that starts at its first value, not at zero"
+    return Hypothesis("initial-accumulator", words, dict.fromkeys(readers, begun))
+
+
+def _started_at_zero(search: Search, start: Ref, value: Ref, end: int) -> Hypothesis:
+    """Return that a recurrence starts at zero, one step before the value at which torch starts."""
+    made_by = int(start.kind)
+
+    def stepped(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
+        outs = flat(call.op(*args, **kwargs))
+        before = outs[start.index]
+        instead = {start: torch.zeros_like(before), value: before}
+        outs[start.index] = _ahead(search, end, made_by + 1, instead, get)
+        return outs
+
+    words = "a recurrence that starts at zero, not at its first value"
+    return Hypothesis("initial-accumulator", words, {made_by: stepped}, at=end)
+
+
+def gathered(search: Search, place: int) -> Iterator[Hypothesis]:
+    """Yield that an operand which is one of several results, such as the last state of a sequence,
+    is their mean, their maximum or another one of them.
+    """
+    shape = search.matching.run.shape
+    for i, ref in search.positions(place):
+        for source in search.matching.sources(ref):
+            for parts in _joined_with(search, source, place):
+                if len(parts) > 1 and len({shape(int(r.kind)) for r in parts}) == 1:
+                    for words, reduce in GATHERINGS.items():
+                        said = f"{words} over all steps for {_named(search, ref)}"
+                        change = {place: _gathering(i, parts, reduce)}
+                        yield Hypothesis("reduction", said, change)
+
+
+GATHERINGS: dict[str, Callable[[Any], Any]] = {
+    "the mean": lambda v: v.mean(0),
+    "the maximum": lambda v: v.amax(0),
+    "the sum": lambda v: v.sum(0),
+}
+"""What is made of the results of all steps, of a tensor that has the steps in front."""
+
+
+def _joined_with(search: Search, source: Ref, place: int) -> Iterator[list[Ref]]:
+    """Yield the results that are joined with one before a place: the states of all steps."""
+    calls = search.program.calls
+    for k in search.program.readers.get(source, []):
+        if calls[k].name in ("stack", "cat") and k < place:
+            parts = calls[k].args[0]
+            if all(isinstance(r, Ref) and isinstance(r.kind, int) for r in parts):
+                yield parts
+
+
+def _gathering(position: int, parts: Sequence[Ref], reduce: Callable[[Any], Any]) -> Change:
+    def change(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
+        put = reduce(torch.stack([get(r) for r in parts]))
+        return of_operand(position, lambda v: put.reshape(v.shape))(call, args, kwargs, get)
+
+    return change
+
+
 def exchanged_slices(search: Search, place: int) -> Iterator[Hypothesis]:
     """Yield the exchange of a slice of a tensor with another slice of it, among what the operands
     are moved from.
@@ -641,14 +829,13 @@ def _as_call(other: Call) -> Change:
     return lambda c, a, k, g: other.op(a[0], *other.args[1:], **other.kwargs)
 
 
-def _of(search: Search, place: int, ref: Ref, transform: Transform) -> Hypothesis:
+def _of(search: Search, place: int, ref: Ref, transform: Alteration) -> Hypothesis:
     """Return that a tensor of the program is transformed; `place` is the call where it shows."""
-    cause, words, function = transform
-    words = f"{_named(search, ref)} {words}"
-    cause = _transformed_as(search, place, ref, cause)
+    words = f"{_named(search, ref)} {transform.words}"
+    cause = _transformed_as(search, place, ref, transform.cause)
     if isinstance(ref.kind, int):
-        return Hypothesis(cause, words, {ref.kind: of_result(function, ref.index)})
-    leaves = {(ref.kind, ref.index): function}
+        return Hypothesis(cause, words, {ref.kind: of_result(transform.make, ref.index)})
+    leaves = {(ref.kind, ref.index): transform.make}
     if ref.kind != "state":
         return Hypothesis(cause, words, {}, leaves)
     path = str(ref.index).rpartition(".")[0]
@@ -677,6 +864,8 @@ def _transformed_as(search: Search, place: int, ref: Ref, cause: str) -> str:
     name = call.name.rstrip("_")
     if cause == "extra-norm" and name == "pow" and call.args[1] == 2:
         return "layer-for-rms-norm"
+    if cause == "unit-offset" and name == "div" and call.args[1] == ref and _is_whole(search, ref):
+        return "count"
     if cause == "unit-offset" and _is_count(search, ref):
         return "index-offset"
     if cause == "zeros" and name in ("add", "sub"):
@@ -734,8 +923,10 @@ def read_off(search: Search, place: int) -> Iterator[Hypothesis]:
                 at = torch.as_tensor(order)
                 shown = ", ".join(map(str, order[:8])) + (", ..." if len(order) > 8 else "")
                 words = f"with axis {axis} in the order {shown}"
-                transform = "permuted", words, lambda v, d=axis, at=at: v.index_select(d, at)
-                yield _of(search, place, ref, transform)
+                turned = Alteration(
+                    "permuted", words, lambda v, d=axis, at=at: v.index_select(d, at)
+                )
+                yield _of(search, place, ref, turned)
 
 
 READ = 60
@@ -785,7 +976,7 @@ def undone(search: Search, place: int) -> Iterator[Hypothesis]:
                 return of_operand(i, lambda v: put.reshape(v.shape))(c, a, k, get)
 
             words = f"{_named(search, start)} moved the other way (the inverse permutation)"
-            yield Hypothesis("permuted", words, {place: inverse})
+            yield Hypothesis("permuted", words, {place: inverse}, at=ref.kind)
 
 
 def _sources_transformed(
@@ -799,7 +990,7 @@ def _sources_transformed(
 
 
 def _operands(
-    search: Search, place: int, how: Callable[[Any], Iterator[Transform]]
+    search: Search, place: int, how: Callable[[Any], Iterator[Alteration]]
 ) -> Iterator[Hypothesis]:
     for i, ref in search.positions(place):
         value = search.matching.run.get(ref)
@@ -810,7 +1001,7 @@ def _operands(
             for group in _groups(search, place, i, ref):
                 yield replace(
                     changed,
-                    changes={k: of_operand(j, transform[2]) for k, j in group},
+                    changes={k: of_operand(j, transform.make) for k, j in group},
                     leaves={},
                     path=None,
                 )
@@ -847,8 +1038,8 @@ def deep(search: Search, place: int) -> Iterator[Hypothesis]:
     """
     for ref in _up(search, place)[:30]:
         for transform in transforms(search.matching.run.get(ref)):
-            if transform[0] in PERMUTING or (
-                transform[0] == "index-offset" and ref.kind == "input"
+            if transform.cause in PERMUTING or (
+                transform.cause == "index-offset" and ref.kind == "input"
             ):
                 changed = _of(search, place, ref, transform)
                 yield replace(changed, at=ref.kind if isinstance(ref.kind, int) else None)
@@ -989,11 +1180,11 @@ def together(search: Search, place: int) -> Iterator[Hypothesis]:
         for v in sources(operands[1]):
             if u == v or not isinstance(u.kind, int) or not isinstance(v.kind, int):
                 continue
-            second = {t[1]: t for t in transforms(run.get(v)) if t[0] in PERMUTING}
+            second = {t.words: t for t in transforms(run.get(v)) if t.cause in PERMUTING}
             for first in transforms(run.get(u)):
-                if first[0] in PERMUTING and first[1] in second:
+                if first.cause in PERMUTING and first.words in second:
                     one, two = (
-                        _of(search, place, r, t) for r, t in ((u, first), (v, second[first[1]]))
+                        _of(search, place, r, t) for r, t in ((u, first), (v, second[first.words]))
                     )
                     yield replace(
                         one,
@@ -1021,12 +1212,10 @@ def swapped_blocks(search: Search, place: int) -> Iterator[Hypothesis]:
             if not calls[end].mutates and calls[end].path != LOSS:
                 first = calls[block[0]]
                 second = calls[end]
-                named = first.path if len(block) > 1 else first.name.strip("_")
+                named = first.path if len(block) > 1 else first.label
                 cause = "eps-place" if _adds_little(second) and "sqrt" in first.name else "order"
                 change = _exchanged(program, whole[0], Ref(block[-1], 0), end)
-                yield Hypothesis(
-                    cause, f"{second.name.strip('_')} before {named}", {end: change}, at=place
-                )
+                yield Hypothesis(cause, f"{second.label} before {named}", {end: change}, at=place)
 
 
 def _exchanged(program: TorchProgram, before: Ref, after: Ref, end: int) -> Change:
@@ -1087,7 +1276,9 @@ def _with_others(
 FAMILIES: tuple[tuple[Family, str], ...] = (
     (smoothings, "region"),
     (reset_gates, "region"),
+    (starts, "order"),
     (usual, "order"),
+    (beyond_a_table, "order"),
     (chosen_before, "order"),
     (chosen_before, "last"),
     (weights, "order"),
@@ -1101,6 +1292,7 @@ FAMILIES: tuple[tuple[Family, str], ...] = (
     (bases, "first"),
     (constants, "order"),
     (exchanged_slices, "order"),
+    (gathered, "order"),
     (other_values, "order"),
     (chosen_of_others, "order"),
     (together, "first"),
@@ -1120,37 +1312,42 @@ def reordered(search: Search, ends: list[Ref]) -> Found | None:
     before = search.test(0, Hypothesis("", ""))
     if before is None:
         return None
-    best: Found | None = None
+
+    def tried(hypothesis: Hypothesis) -> Explanation[Found] | None:
+        found = search.test(min(hypothesis.changes, default=0), hypothesis)
+        if found is None:
+            return None
+        return Explanation(found, found.error <= search.close, -found.error)
+
+    def explains_half(hypothesis: Hypothesis) -> Explanation[Found] | None:
+        found = tried(hypothesis)
+        return found if found and found.value.error < 0.5 * before.error else None
+
+    def explains_all(hypothesis: Hypothesis) -> Explanation[Found] | None:
+        found = tried(hypothesis)
+        return found if found and found.is_whole else None
+
     last = [e.kind for e in ends if isinstance(e.kind, int)]
-    moved = [*last, *search.read_by(last, 6, lambda i: search.matching.status[i] is None)]
-    for hypothesis in (h for i in moved for h in usual(search, i)):
-        found = (
-            search.test(next(iter(hypothesis.changes)), hypothesis)
-            if search.budget.spend()
-            else None
-        )
-        if found is not None and found.error < min(0.5 * before.error, best.error if best else 1.0):
-            best = found
-            if best.error <= search.close:
-                return best
-    best = None if search.budget.stopped else best
-    for end in ends if best is None else ():
+    moving = search.read_by(last, 6, lambda i: search.matching.status[i] is None)
+    mistaken = chain.from_iterable(usual(search, i) for i in (*last, *moving))
+    best = best_explanation(mistaken, explains_half, search.budget)
+    if best is None or (search.budget.stopped and not best.is_whole):
+        best = best_explanation(_other_orders(search, ends), explains_all, search.budget)
+    return None if best is None else best.value
+
+
+def _other_orders(search: Search, ends: list[Ref]) -> Iterator[Hypothesis]:
+    """Yield other orders of outputs, and of what they are moved from."""
+    for end in ends:
         for source in dict.fromkeys([end, *search.matching.sources(end)]):
             place = source.kind if isinstance(source.kind, int) else 0
             for transform in transforms(search.matching.run.get(source)):
-                found = (
-                    search.test(place, _of(search, place, source, transform))
-                    if search.budget.spend()
-                    else None
-                )
-                if found is not None and found.error <= search.close:
-                    return found
-    return best
+                yield _of(search, place, source, transform)
 
 
 def _named(search: Search, ref: Ref) -> str:
     if isinstance(ref.kind, int):
-        return f"the result of {search.program.calls[ref.kind].name.strip('_')}"
+        return f"the result of {search.program.calls[ref.kind].label}"
     if ref.kind == "constant":
         return "a constant tensor"
     return str(ref.index) if ref.kind == "state" else f"{ref.kind} {ref.index}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, combinations, count
 from typing import Any
@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from gradcheck_suite.port.budget import Budget
 from gradcheck_suite.port.changes import RAISED, Hypothesis, of_operand, of_result
+from gradcheck_suite.port.explanation import Explanation, best_explanation
 from gradcheck_suite.port.jax_program import CUSTOM, JaxProgram, line_of
 from gradcheck_suite.port.matching import array, only_moves
 from gradcheck_suite.port.mistakes import is_activation
@@ -21,8 +22,8 @@ from gradcheck_suite.port.search import ALIKE, Repairs, repeated
 from gradcheck_suite.port.sides import RESOLUTION, Point, Sides, input_name
 from gradcheck_suite.port.torch_program import Call, Change, Ref, TorchProgram, TorchRun, fill
 
-CANDIDATES = 400
-"""Changes that are tried. The zoo of ports needs up to 35."""
+CANDIDATES = 1200
+"""Changes that are tried. The zoo of ports needs up to 105."""
 DETACHED = 6
 """Calls that read a detached tensor, of which up to two may have another operand detached."""
 FACTORS = (2.0, 0.5, -1.0, 0.1, 10.0)
@@ -177,37 +178,41 @@ def place_gradient(
     program = sides.torch_program(point)
     run, _ = sides.slopes(program, repairs)
     frontier = _frontier(sides, point, run, wrong)
-    best: GradientFault | None = None
     budget = budget.of(CANDIDATES)
-    at_calls = (h for index in frontier for h in _at_call(program, run, index))
-    for hypothesis in chain(_with_more(program), at_calls):
-        if not budget.spend():
-            break
+
+    def tried(hypothesis: Hypothesis) -> Explanation[GradientFault] | None:
+        try:
+            changed = repairs.plus(hypothesis)
+            _, slopes = sides.slopes(program, changed)
+            left = wrong_gradients(sides, point, slopes, skip)
+        except RAISED:
+            return None
+        if left and not (len(left) < len(wrong) and set(left) <= set(wrong)):
+            return None
         at = min(hypothesis.changes) if hypothesis.at is None else hypothesis.at
-        scopes = [
-            hypothesis.changes,
-            *(repeated(program, hypothesis, alike) for alike in ALIKE[-2:]),
-        ]
-        for changes in {tuple(changes): changes for changes in scopes}.values():
-            try:
-                changed = repairs.plus(replace(hypothesis, changes=changes))
-                _, slopes = sides.slopes(program, changed)
-                left = wrong_gradients(sides, point, slopes, skip)
-            except RAISED:
-                continue
-            if not left:
-                at = min(at, *changes) if len(changes) > len(hypothesis.changes) else at
-                return GradientFault(at, hypothesis.cause, hypothesis.words, {}, changed)
-            if (
-                len(left) < len(wrong)
-                and set(left) <= set(wrong)
-                and (best is None or len(left) < len(best.left))
-            ):
-                best = GradientFault(at, hypothesis.cause, hypothesis.words, left, changed)
-    if best is not None and not budget.stopped:
-        return best
+        fault = GradientFault(at, hypothesis.cause, hypothesis.words, left, changed)
+        return Explanation(fault, not left, -len(left))
+
+    found = best_explanation(_candidates(program, run, frontier), tried, budget)
+    if found is not None and (found.is_whole or not budget.stopped):
+        return found.value
     last = max([i for i in frontier if i not in repairs.changes] or frontier, default=None)
     return _without_repair(sides, point, wrong, last, budget)
+
+
+def _candidates(
+    program: TorchProgram, run: TorchRun, frontier: Sequence[int]
+) -> Iterator[Hypothesis]:
+    """Yield other gradients: at a call, then at all calls that have something in common with it."""
+    at_calls = (h for index in frontier for h in _at_call(program, run, index))
+    for hypothesis in chain(_with_more(program), at_calls):
+        scopes = [hypothesis.changes]
+        scopes += [repeated(program, hypothesis, alike) for alike in ALIKE[-2:]]
+        for changes in {tuple(changes): changes for changes in scopes}.values():
+            at = hypothesis.at
+            if len(changes) > len(hypothesis.changes):
+                at = min(changes) if at is None else min(at, *changes)
+            yield replace(hypothesis, changes=changes, at=at)
 
 
 def _without_repair(
@@ -262,11 +267,11 @@ def _at_call(program: TorchProgram, run: TorchRun, index: int) -> Iterator[Hypot
     for ref in call.refs:
         at = _producer(program, run, ref, index)
         own = input_name(int(ref.index)) if ref.kind == "input" else str(ref.index)
-        what = program.calls[at].name.strip("_") if at != index else own
+        what = program.calls[at].label if at != index else own
         yield Hypothesis(
             "stop-gradient", f"no gradient through {what}", {index: _stopped(call, ref)}, at=at
         )
-    words = f"no gradient through {call.name.strip('_')}"
+    words = f"no gradient through {call.label}"
     yield Hypothesis("stop-gradient", words, {index: of_result(lambda v: v.detach())}, at=index)
     for factor in FACTORS:
         for i, _ in refs:

@@ -27,6 +27,7 @@ from gradcheck_suite.port.pair import Array, first_of_author, is_float, is_numbe
 from gradcheck_suite.reference.evaluation import ProgramRequest
 from gradcheck_suite.reference.programs import PROGRAMS
 
+CAST = "convert_element_type"
 LOW = (np.dtype("float32"), np.dtype("float16"), jnp.dtype("bfloat16"))
 DTYPES = ("new_dtype", "preferred_element_type", "dtype")
 INLINE = frozenset(
@@ -149,11 +150,13 @@ class Interpreter:
         custom: whether functions with a rule for their derivative are entered; the rule is then not
             used.
         shift: unit roundoff by which rounded numbers are moved.
+        cast_at: `file:line` of the casts to a lower precision that round, as they are written.
     """
 
-    def __init__(self, *, custom: bool, shift: Any = 0.0) -> None:
+    def __init__(self, *, custom: bool, shift: Any = 0.0, cast_at: str = "") -> None:
         self._custom = custom
         self._shift = shift
+        self._cast_at = cast_at
         self.rounded = False
 
     def run(
@@ -219,6 +222,8 @@ class Interpreter:
         name = eqn.primitive.name
         if name == "reduce_precision":
             return values[:1]
+        if self._cast_at and name == CAST and line_of(eqn) == self._cast_at:
+            values = [jnp.asarray(v).astype(params["new_dtype"]) for v in values]
         opaque = name in CUSTOM or any(
             isinstance(v, jex.Jaxpr | jex.ClosedJaxpr) for v in params.values()
         )
@@ -566,6 +571,17 @@ class JaxProgram:
             for c in jax.tree.leaves(self._call("cotangents", slopes, arguments))
             if c.dtype.kind == "f"
         ]
+
+    def with_cast(self, line: str, arguments: Any) -> list[Array]:
+        """Return the outputs in float64, but for what is cast at a line as its author wrote it.
+
+        Args:
+            line: `file:line`.
+            arguments: leaves, inputs and targets.
+        """
+        one = Interpreter(custom=False, cast_at=line)
+        given = jax.tree.leaves(self._arguments(*arguments))
+        return [np.asarray(o) for o in one.run(self.jaxpr, self._consts, given)[0][: self.outs]]
 
     def as_written(self, leaves: Any, inputs: Any, targets: Any) -> list[Array]:
         """Return the outputs in the dtypes that the author chose."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -26,6 +26,7 @@ from gradcheck_suite.port.causes import CAUSES, meaning
 from gradcheck_suite.port.changes import RAISED, Hypothesis, of_ours
 from gradcheck_suite.port.drawing import author_points, binding_points, described, resampled
 from gradcheck_suite.port.drawn_inputs import DrawnInputs, loss_error, nonfinite, run_with, special
+from gradcheck_suite.port.explanation import Explanation, best_explanation
 from gradcheck_suite.port.families import FAMILIES, reordered
 from gradcheck_suite.port.gradients import place_gradient, stops, wrong_gradients
 from gradcheck_suite.port.mapping import StateMap
@@ -45,14 +46,27 @@ from gradcheck_suite.port.pair import (
 from gradcheck_suite.port.precision import precision_findings
 from gradcheck_suite.port.result import Kind, MapRow, PortFinding, PortResult
 from gradcheck_suite.port.running_statistics import statistic_faults
-from gradcheck_suite.port.search import Found, Repairs, Search
-from gradcheck_suite.port.sides import Point, Sides
+from gradcheck_suite.port.search import LEAST, Found, Repairs, Search
+from gradcheck_suite.port.sides import Point, Sides, exchanged
 from gradcheck_suite.port.sizes import expect_sizes
-from gradcheck_suite.port.torch_program import LOSS, Call, Change, Ref, TorchRun, fill, flat
+from gradcheck_suite.port.torch_program import (
+    LOSS,
+    Call,
+    Change,
+    Ref,
+    TorchProgram,
+    TorchRun,
+    fill,
+    flat,
+)
 from gradcheck_suite.port.updates import STEP, Updates
 
+PLANTED = 16
+"""Calls in which faults are planted."""
 MOST = 12
 """Findings at most."""
+PUT_IN = 40
+"""Values of the port that are put in place of one of torch's whose cause is unknown."""
 OPTIMIZER = "optimizer"
 """The place of a difference between optimizers."""
 
@@ -409,9 +423,11 @@ class Judge:
 
     def _explain(self, point: Point, loss: bool, off: float) -> bool:
         """Add a finding; return whether it is repaired."""
+        numbers: dict[str, Any] = {"error": off, "allowed": self.sides.bounds(point).outputs}
+        if not loss and not self.repairs.changes and self._are_outputs_exchanged(point, numbers):
+            return True
         search, ends, first, found = self._searched(point, loss)
         matching = search.matching
-        numbers: dict[str, Any] = {"error": off, "allowed": self.sides.bounds(point).outputs}
         after = ""
         if point is not self.sides.given:
             self.smallest = point.words or described(point)
@@ -426,25 +442,46 @@ class Judge:
             words = "expected no random numbers in evaluation, observed the port drawing some"
             self._add("forward", names[0] if names else "", "dropout-active", words, **numbers)
             return False
-        outs = zip(matching.run.outs, matching.side.outs, strict=False)
-        if not first or all(_has_same_numbers(mine, other) for mine, other in outs):
-            return self._elsewhere(matching, ends, numbers, after)
+        if not first or (not loss and _has_same_outputs(matching)):
+            is_reordered = not loss and _has_same_outputs(matching)
+            return self._elsewhere(matching, ends, numbers, after, is_reordered=is_reordered)
         return self._unknown(search, first[0], numbers, after)
 
+    def _are_outputs_exchanged(self, point: Point, numbers: Mapping[str, Any]) -> bool:
+        """Return whether the port has torch's outputs at each other's places or names, which is
+        added as a finding, and is put right.
+        """
+        sides = self.sides
+        mine = self._run(point).outs
+        order = exchanged(mine, sides.jax_run(point).outs, sides.bounds(point).outputs)
+        if order is None:
+            return False
+        names = sides.output_names()
+        moved = [i for i, k in enumerate(order) if i != k]
+        listed = " and ".join(names[i] for i in moved)
+        words = f"expected the outputs {listed}, observed each other's numbers under these names"
+        self._add("forward", "", "swapped-outputs", words, **numbers)
+        sides.exchange_outputs(order)
+        return True
+
     def _elsewhere(
-        self, matching: Matching, ends: list[Ref], numbers: Mapping[str, Any], after: str
+        self,
+        matching: Matching,
+        ends: list[Ref],
+        numbers: Mapping[str, Any],
+        after: str,
+        *,
+        is_reordered: bool,
     ) -> bool:
         """Add a finding of outputs that differ though no result of torch is lost; return False."""
         program = matching.program
-        side = matching.side
         call = next((program.calls[e.kind] for e in ends if isinstance(e.kind, int)), None)
-        differ = nonfinite(matching.run.outs, side.outs)
-        pairs = zip(matching.run.outs, side.outs, strict=False)
-        if not differ and all(_has_same_numbers(mine, other) for mine, other in pairs):
+        differ = nonfinite(matching.run.outs, matching.side.outs)
+        cause = "unknown"
+        if is_reordered and not differ:
             cause = "order-of-elements"
             words = "expected torch's output, observed its numbers in another order"
         else:
-            cause = "unknown"
             wanted = _named(call) if call is not None else "torch's output"
             words = f"expected {wanted}, observed other numbers{f': {differ}' if differ else ''}"
         place = call.path if call is not None else ""
@@ -522,23 +559,23 @@ class Judge:
     def _value_put_in(self, search: Search, index: int) -> Hypothesis | None:
         """Return the port's value in place of a call's result, if what is behind it agrees then."""
         matching = search.matching
-        best = None
         out = matching.run.seen[index][0]
-        for i in matching.lost_numbers.of_size(out.numel())[:40]:
-            fixed = torch.as_tensor(np.array(aligned(matching.lost_numbers.arrays[i], array(out))))
+
+        def tried(theirs: Array) -> Explanation[Hypothesis] | None:
+            fixed = torch.as_tensor(np.array(aligned(theirs, array(out))))
             if fixed.shape != out.shape:
-                continue
-            put: dict[int, Change] = {
-                index: lambda c, a, k, g, f=fixed: [f.clone(), *flat(c.op(*a, **k))[1:]]
-            }
-            hypothesis = Hypothesis("unknown", "", put)
+                return None
+            put: Change = lambda c, a, k, g: [fixed.clone(), *flat(c.op(*a, **k))[1:]]  # noqa: E731 - typed
+            hypothesis = Hypothesis("unknown", "", {index: put})
             found = search.test(index, hypothesis)
-            if found is None or not (found.error <= search.close or found.gained >= 3):
-                continue
-            rank = (found.error <= search.close, found.gained)
-            if best is None or rank > best[0]:
-                best = rank, hypothesis
-        return None if best is None else best[1]
+            if found is None or not (found.error <= search.close or found.gained >= LEAST):
+                return None
+            return Explanation(hypothesis, found.error <= search.close, found.gained)
+
+        alike = matching.lost_numbers.of_size(out.numel())[:PUT_IN]
+        values = (matching.lost_numbers.arrays[i] for i in alike)
+        best = best_explanation(values, tried, Budget())
+        return None if best is None else best.value
 
     def _statistics(self) -> None:
         if not self.pair.train:
@@ -558,9 +595,10 @@ class Judge:
         self.judged.append("running statistics")
         allowed = self.sides.bounds(self.sides.given).outputs
         alike: dict[tuple[str, str], list[tuple[str, float]]] = {}
-        for name, cause, observed, off in statistic_faults(self.sides, allowed):
-            own = name.rpartition(".")[2]
-            alike.setdefault((cause, f"{own} {observed}"), []).append((name, off))
+        for one in statistic_faults(self.sides, allowed):
+            own = one.name.rpartition(".")[2]
+            known = alike.setdefault((one.cause, f"{own} {one.words}"), [])
+            known.append((one.name, one.off))
         # one line of the port updates those of all layers
         for (cause, observed), faults in alike.items():
             name = faults[0][0]
@@ -728,53 +766,74 @@ class Judge:
         if self.findings:
             return
         program = self.sides.torch_program(self.sides.given)
-        run = self.repairs.run(program)
         side = self.sides.jax_run(self.sides.given).outs
         allowed = self.sides.bounds(self.sides.given).outputs
-        calls = [
-            i
-            for i in sorted(program.needed)
-            if program.calls[i].path != LOSS and not program.calls[i].mutates
-        ]
-        least: tuple[float, str] | None = None
-        rng = np.random.default_rng(self._seed)
-        for index in rng.permutation(calls)[:16]:
-            call = program.calls[int(index)]
-            args, kwargs = fill((call.args, call.kwargs), run.get)
-            if not run.seen[index] or not isinstance(run.seen[index][0], torch.Tensor):
-                continue
-            for hypothesis in islice(
-                mistakes(int(index), call, args, kwargs, run.seen[index][0]), 3
-            ):
-                try:
-                    changed = self.repairs.plus(hypothesis).run(program)
-                except RAISED:
-                    continue
-                except Exception as error:
-                    self._note(f"a fault could not be planted: {of_ours(error)}")
-                    continue
-                off = outputs_error(changed.outs, side)
-                if off > allowed and np.isfinite(off) and (least is None or off < least[0]):
-                    least = (
-                        off,
-                        f"{hypothesis.cause} ({hypothesis.words}) at {call.path or 'the model'}",
-                    )
-        if least is not None:
-            self.planted = (
-                f"{least[1]}: found, off by {least[0]:.2g} where {allowed:.1g} is allowed"
-            )
-            return
-        for name in (n for n in self.map.names if n in program.parameters):
-            scaled = Hypothesis("", "", leaves={("state", name): lambda v: v * (1 + 1e-6)})
-            if (off := outputs_error(self.repairs.plus(scaled).run(program).outs, side)) > allowed:
-                self.planted = (
-                    f"{name} times 1 + 1e-6: found, off by {off:.2g} where {allowed:.1g} is allowed"
-                )
+
+        def tried(planted: _Planted) -> Explanation[_Planted] | None:
+            try:
+                changed = self.repairs.plus(planted.hypothesis).run(program)
+            except RAISED:
+                return None
+            except Exception as error:
+                self._note(f"a fault could not be planted: {of_ours(error)}")
+                return None
+            planted.off = outputs_error(changed.outs, side)
+            is_found = planted.off > allowed and np.isfinite(planted.off)
+            # the smallest fault that is found says how exact the comparison is
+            return Explanation(planted, planted.is_last, -planted.off) if is_found else None
+
+        for faults in (self._usual_faults(program), self._moved_parameters(program)):
+            found = best_explanation(faults, tried, Budget())
+            if found is not None:
+                off = f"off by {found.value.off:.2g} where {allowed:.1g} is allowed"
+                self.planted = f"{found.value.words}: found, {off}"
                 return
         self.unjudged = (
             self.unjudged
             or "no planted fault was found: the outputs do not depend on the parameters"
         )
+
+    def _usual_faults(self, program: TorchProgram) -> Iterator[_Planted]:
+        """Yield usual faults of some calls."""
+        run = self.repairs.run(program)
+        calls = [
+            i
+            for i in sorted(program.needed)
+            if program.calls[i].path != LOSS and not program.calls[i].mutates
+        ]
+        rng = np.random.default_rng(self._seed)
+        for index in map(int, rng.permutation(calls)[:PLANTED]):
+            call = program.calls[index]
+            outs = run.seen[index]
+            if outs and isinstance(outs[0], torch.Tensor):
+                args, kwargs = fill((call.args, call.kwargs), run.get)
+                for one in islice(mistakes(index, call, args, kwargs, outs[0]), 3):
+                    words = f"{one.cause} ({one.words}) at {call.path or 'the model'}"
+                    yield _Planted(one, words)
+
+    def _moved_parameters(self, program: TorchProgram) -> Iterator[_Planted]:
+        """Yield parameters that are a little off, for programs of which no usual fault is known."""
+        for name in self.map.names:
+            if name in program.parameters:
+                scaled = Hypothesis("", "", leaves={("state", name): lambda v: v * (1 + 1e-6)})
+                yield _Planted(scaled, f"{name} times 1 + 1e-6", is_last=True)
+
+
+@dataclass
+class _Planted:
+    """A fault that is planted in the torch program.
+
+    Attributes:
+        hypothesis: the change.
+        words: what it is.
+        is_last: whether nothing else is planted where this one is found.
+        off: relative error that it makes.
+    """
+
+    hypothesis: Hypothesis
+    words: str
+    is_last: bool = False
+    off: float = 0.0
 
 
 def _has_same_numbers(expected: Any, observed: Array) -> bool:
@@ -784,9 +843,13 @@ def _has_same_numbers(expected: Any, observed: Array) -> bool:
     return wanted.shape == found.shape and error(found, wanted) <= SAME
 
 
+def _has_same_outputs(matching: Matching) -> bool:
+    pairs = zip(matching.run.outs, matching.side.outs, strict=False)
+    return all(_has_same_numbers(mine, other) for mine, other in pairs)
+
+
 def _named(call: Call) -> str:
-    name = call.name.strip("_").removeprefix("native_")
-    return f"{name} as at {call.where}" if call.where else name
+    return f"{call.label} as at {call.where}" if call.where else call.label
 
 
 def _shown(expected: Any, observed: Array | None) -> str:

@@ -9,35 +9,17 @@ from __future__ import annotations
 
 import math
 import re
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - as torch's documents call it
 
-from gradcheck_suite.port.changes import RAISED, Given, Hypothesis, in_place_of
+from gradcheck_suite.port.alterations import Options, Row
+from gradcheck_suite.port.changes import Given, Hypothesis, in_place_of
 from gradcheck_suite.port.torch_program import Call
-
-Values = Callable[[Given, Any], Iterable[Any]] | Iterable[Any]
-"""Values of a parameter, or a function of (given, result) that returns them."""
-
-
-class Formula(NamedTuple):
-    """Another formula: its cause, a pattern of operations, words with `{}` for the parameter, the
-    formula, values.
-
-    The words may have `{given}`, the arguments of the call.
-    """
-
-    cause: str
-    operations: str
-    words: str
-    value: Callable[[Given, Any], Any]
-    values: Values = (None,)
-
 
 # Normalization, in all forms that are in use.
 
@@ -498,7 +480,7 @@ def _mask_of_sum(a: Given) -> tuple[Any, Any] | None:
     return None
 
 
-def _where_masked(values: Iterable[float]) -> Values:
+def _where_masked(values: Iterable[float]) -> Options:
     """Return values of a row that is of sums with an additive mask alone."""
     return lambda a, out: list(values) if _mask_of_sum(a) is not None else []
 
@@ -606,7 +588,7 @@ def _axes(a: Given, out: Any) -> list[int]:
     return [d for d in range(out.dim()) if d != a.dim % out.dim()]
 
 
-def _argument(cause: str, operations: str, name: str, values: Values) -> Formula:
+def _argument(cause: str, operations: str, name: str, values: Options) -> Row:
     """Return that an argument has another value."""
 
     def others(a: Given, out: Any) -> list[Any]:
@@ -619,7 +601,7 @@ def _argument(cause: str, operations: str, name: str, values: Values) -> Formula
         ]
 
     words = f"no {name}" if values == (None,) else f"{name} {{}} instead of {{given.{name}}}"
-    return Formula(cause, operations, words, lambda a, value: a.every(**{name: value}), others)
+    return Row(cause, operations, words, lambda a, value: a.every(**{name: value}), others)
 
 
 FORMULAS = (
@@ -643,7 +625,7 @@ FORMULAS = (
     _argument("axis", "cumsum|cumprod", "dim", _axes),
     _argument("class-weights", "nll_loss.*|binary_cross_entropy.*", "weight", (None,)),
     _argument("class-weights", "binary_cross_entropy.*", "pos_weight", (None,)),
-    Formula(
+    Row(
         "class-weights",
         "binary_cross_entropy_with_logits",
         "the weights of the positive targets on all",
@@ -655,49 +637,49 @@ FORMULAS = (
     _argument("loss-threshold", "smooth_l1_loss", "beta", (1.0, 0.5, 2.0, 0.1, 1 / 9)),
     _argument("loss-threshold", "huber_loss", "delta", (1.0, 0.5, 2.0, 0.1, 1.35)),
     # convolution, pooling, resizing
-    Formula("padding", "convolution", "{} elements of padding in front", _convolution, _lows),
-    Formula(
+    Row("padding", "convolution", "{} elements of padding in front", _convolution, _lows),
+    Row(
         "kernel-flipped",
         "convolution",
         "the kernel flipped",
         lambda a, p: _convolution(a, a.padding, flip=True),
     ),
-    Formula(
+    Row(
         "kernel-flipped and padding",
         "convolution",
         "the kernel flipped, {} elements of padding in front",
         lambda a, low: _convolution(a, low, flip=True),
         _lows,
     ),
-    Formula(
+    Row(
         "kernel-transposed",
         "convolution",
         "axes {} of the kernel exchanged",
         lambda a, p: a.out(weight=a.weight.transpose(*p)),
         ((2, 3), (0, 1)),
     ),
-    Formula(
+    Row(
         "padding-mode",
         "convolution",
         "padding of the kind {}",
         lambda a, m: _convolution(a, a.padding, mode=m),
         MODES,
     ),
-    Formula(
+    Row(
         "dilation",
         "convolution",
         "dilation and padding {}",
         lambda a, p: _convolution(a, p[1], dilation=[p[0]]),
         _steps("dilation"),
     ),
-    Formula(
+    Row(
         "stride",
         "convolution",
         "stride and padding {}",
         lambda a, p: _convolution(a, p[1], stride=[p[0]]),
         _steps("stride"),
     ),
-    Formula(
+    Row(
         "group-order",
         "convolution",
         "the channels of groups interleaved",
@@ -706,7 +688,7 @@ FORMULAS = (
         ),
     ),
     *(
-        Formula(
+        Row(
             "pool-kind",
             "(avg|max)_pool.*",
             f"the {kind}, padded by {{}}",
@@ -715,13 +697,13 @@ FORMULAS = (
         )
         for kind in ("maximum", "average", "average of what is inside")
     ),
-    Formula(
+    Row(
         "padding-mode",
         "max_pool.*",
         "zeros in the padding",
         lambda a, p: _pooled(a, max(a.padding), "maximum with zeros"),
     ),
-    Formula(
+    Row(
         "pool-kind",
         "_?adaptive_(avg|max)_pool.*",
         "the {}",
@@ -730,8 +712,8 @@ FORMULAS = (
         ),
         ("max", "avg"),
     ),
-    Formula("average-window", "_?adaptive_(avg|max)_pool.*", "windows {}", _binned, BINS),
-    Formula(
+    Row("average-window", "_?adaptive_(avg|max)_pool.*", "windows {}", _binned, BINS),
+    Row(
         "resize-mode",
         "_?upsample.*",
         "resizing by {}",
@@ -748,17 +730,17 @@ FORMULAS = (
     ),
     # normalization, activation, softmax
     *(
-        Formula(cause, NORMS, words, lambda a, p, how=how: _norm(a, **how))
+        Row(cause, NORMS, words, lambda a, p, how=how: _norm(a, **how))
         for words, (cause, how) in NORM_FORMS.items()
     ),
-    Formula(
+    Row(
         "norm-axis",
         ".*layer_norm",
         "normalization over axes {}",
         lambda a, over: _norm(a, over=over),
         lambda a, out: [o for n in range(1, out.dim()) for o in combinations(range(out.dim()), n)],
     ),
-    Formula(
+    Row(
         "norm-axis",
         "_weight_norm.*",
         "the norm over axes {}",
@@ -767,7 +749,7 @@ FORMULAS = (
             [o for d in range(out.dim()) for o in ([d], [i for i in range(out.dim()) if i != d])]
         ),
     ),
-    Formula(
+    Row(
         "groups",
         ".*group_norm",
         "{} groups",
@@ -776,7 +758,7 @@ FORMULAS = (
             [g for g in range(1, out.shape[1] + 1) if out.shape[1] % g == 0 and g != a.group]
         ),
     ),
-    Formula(
+    Row(
         "norm-axis",
         ".*batch_norm",
         "{} channels normalized together",
@@ -785,36 +767,34 @@ FORMULAS = (
             [d for d in range(2, out.shape[1] + 1) if out.shape[1] % d == 0 and _trains(a)]
         ),
     ),
-    Formula(
+    Row(
         "missing-norm",
         NORMS,
         "no normalization, scale and bias alone",
         lambda a, p: _scaled(a, a.first),
     ),
-    Formula("missing-activation", ACTIVATION, "no activation", lambda a, p: a.first + 0.0),
-    Formula("sign", "neg", "the sign not exchanged", lambda a, p: a.first + 0.0),
-    Formula("missing-operation", MATH, "none", lambda a, p: a.first + 0.0),
+    Row("missing-activation", ACTIVATION, "no activation", lambda a, p: a.first + 0.0),
+    Row("sign", "neg", "the sign not exchanged", lambda a, p: a.first + 0.0),
+    Row("missing-operation", MATH, "none", lambda a, p: a.first + 0.0),
     *(
-        Formula(
-            "activation", operations, "{}", lambda a, name: ACTIVATIONS[name](a.first), ACTIVATIONS
-        )
+        Row("activation", operations, "{}", lambda a, name: ACTIVATIONS[name](a.first), ACTIVATIONS)
         for operations in (ACTIVATION, MATH)
     ),
-    Formula(
+    Row(
         "softmax-axis",
         SOFTMAX,
         "softmax over axis {}",
         lambda a, d: getattr(a.self.clamp_min(-1e30), a.call.name.strip("_"))(d),
         _axes,
     ),
-    Formula(
+    Row(
         "softmax-kind",
         SOFTMAX,
         "{}",
         lambda a, name: getattr(a.self, name)(*[a.dim][: name != "sigmoid"]),
         ("log_softmax", "softmax", "sigmoid"),
     ),
-    Formula(
+    Row(
         "mask-value",
         SOFTMAX,
         "rows that see nothing as {:.6g}",
@@ -823,22 +803,22 @@ FORMULAS = (
     ),
     # embeddings, masks
     # an array of JAX has its last row beyond its end, and counts negative indices from there
-    Formula(
+    Row(
         "index-offset",
         "embedding",
         "rows {:+d} away",
         lambda a, p: a.weight[(a.indices + p).clamp_max(len(a.weight) - 1) % len(a.weight)],
         (1, -1, 2, -2),
     ),
-    Formula("index-offset", "index", "indices {:+d} away, around the end", _reindexed, (1, -1)),
-    Formula(
+    Row("index-offset", "index", "indices {:+d} away, around the end", _reindexed, (1, -1)),
+    Row(
         "other-position",
         "index",
         "position {} of every row",
         lambda a, p: a.out(indices=[*a.indices[:-1], torch.full_like(a.indices[-1], p)]),
         lambda a, out: [-1, 0] if a.indices[-1].dtype == torch.int64 else [],
     ),
-    Formula(
+    Row(
         "padding-row",
         "embedding",
         "row {} taken as zeros",
@@ -847,45 +827,43 @@ FORMULAS = (
             {0, 1, len(a.weight) - 1, *([a.padding_idx] if a.padding_idx >= 0 else [])}
         ),
     ),
-    Formula(
+    Row(
         "embedding-scale",
         "embedding",
         "rows times {:.6g}",
         lambda a, p: a.out() * p,
         lambda a, out: [out.shape[-1] ** 0.5, out.shape[-1] ** -0.5, float(out.shape[-1])],
     ),
-    Formula(
+    Row(
         "constant",
         "pow",
         "base {:g}",
         lambda a, base: base**a.exponent,
         lambda a, out: [] if isinstance(a.self, torch.Tensor) else [1e4, 5e5, 1e6, 1e3, 1e5, 100.0],
     ),
-    Formula(
+    Row(
         "mask-polarity",
         "tril_?|triu_?",
         "the other triangle",
         lambda a, p: a.self.triu(a.diagonal) if "tril" in a.call.name else a.self.tril(a.diagonal),
     ),
-    Formula(
+    Row(
         "comparison",
         "gt|ge|lt|le",
         "{}",
         lambda a, p: getattr(torch, p)(a.self, a.other),
         lambda a, out: COMPARED[a.call.name],
     ),
-    Formula(
-        "mask-polarity", "eq|ne|logical_not|bitwise_not", "the opposite", lambda a, p: ~a.out()
-    ),
-    Formula("mask-value", "where|masked_fill_?", "masked elements as {:g}", _filled, FILLS),
-    Formula(
+    Row("mask-polarity", "eq|ne|logical_not|bitwise_not", "the opposite", lambda a, p: ~a.out()),
+    Row("mask-value", "where|masked_fill_?", "masked elements as {:g}", _filled, FILLS),
+    Row(
         "mask-polarity",
         "where|masked_fill_?",
         "the mask inverted, with {:g}",
         lambda a, p: _filled(a, p, invert=True),
         (-1e30, -1e9, -1e4, -1e10),
     ),
-    Formula(
+    Row(
         "mask-value",
         "where|masked_fill_?",
         "{:g} added where masked",
@@ -893,7 +871,7 @@ FORMULAS = (
         [f for f in FILLS if -math.inf < f < -1],
     ),
     *(
-        Formula(
+        Row(
             "mask-polarity" if invert else "mask-value",
             "add",
             "the mask inverted ({:g})" if invert else "{:g} where masked",
@@ -903,16 +881,16 @@ FORMULAS = (
         for invert in (False, True)
         for put in (False, True)
     ),
-    Formula("missing-mask", "add", "no mask", lambda a, p: _added(a, p), _where_masked([0.0])),
+    Row("missing-mask", "add", "no mask", lambda a, p: _added(a, p), _where_masked([0.0])),
     # parts and orders of elements
-    Formula(
+    Row(
         "missing-transpose",
         "permute|transpose|t",
         "the elements read in their old order",
         lambda a, p: a.self.reshape(a.out().shape),
     ),
     *(
-        Formula(
+        Row(
             cause,
             "cat|stack",
             "the parts in the other order",
@@ -921,43 +899,43 @@ FORMULAS = (
         )
         for cause in ("order-of-parts", "reversed")
     ),
-    Formula(
+    Row(
         "parts-swapped",
         "(unsafe_)?split.*|unbind|chunk",
         "parts {} exchanged",
         _parts_exchanged,
         lambda a, out: combinations(range(len(a.every())), 2),
     ),
-    Formula(
+    Row(
         "roll-direction",
         "roll",
         "rolled the other way",
         lambda a, p: a.out(shifts=[-s for s in a.shifts]),
     ),
-    Formula("padding", "constant_pad_nd", "padding {}", lambda a, pad: a.out(pad=pad), _other_pads),
-    Formula(
+    Row("padding", "constant_pad_nd", "padding {}", lambda a, pad: a.out(pad=pad), _other_pads),
+    Row(
         "padding-mode",
         "(constant|reflection|replication)_pad.*",
         "padding of the kind {}",
         lambda a, mode: _padded(a.self, a.values.get("pad") or a.padding, mode),
         ("constant", *MODES),
     ),
-    Formula(
+    Row(
         "reduction",
         "minimum|maximum",
         "the {} of both",
         lambda a, kind: REDUCTIONS[kind](torch.stack((a.self, a.other)), [0], False),
         REDUCTIONS,
     ),
-    Formula(
+    Row(
         "reduction",
         "select",
         "the {} instead of one element",
         lambda a, kind: REDUCTIONS[kind](a.self, [a.dim], False),
         REDUCTIONS,
     ),
-    Formula("other-slice", "slice", "all elements", lambda a, p: a.self + 0.0),
-    Formula(
+    Row("other-slice", "slice", "all elements", lambda a, p: a.self + 0.0),
+    Row(
         "other-slice",
         "slice",
         "elements from {} on",
@@ -965,25 +943,25 @@ FORMULAS = (
         lambda a, out: range(min(a.self.shape[a.dim] - out.shape[a.dim] + 1, 64)),
     ),
     # reductions, sums and products
-    Formula("missing-root", "std|norm|linalg_vector_norm", "the square", lambda a, p: a.out() ** 2),
-    Formula("variance-correction", "var|std|var_mean|std_mean", "the {}", _reduced, VARIANCES),
-    Formula("reduction", REDUCING, "the {}", _reduced, REDUCTIONS),
-    Formula(
+    Row("missing-root", "std|norm|linalg_vector_norm", "the square", lambda a, p: a.out() ** 2),
+    Row("variance-correction", "var|std|var_mean|std_mean", "the {}", _reduced, VARIANCES),
+    Row("reduction", REDUCING, "the {}", _reduced, REDUCTIONS),
+    Row(
         "reduction",
         "(index_add|scatter_add|scatter_reduce)_?",
         "the {} of the elements at an index",
         _scattered,
         ("sum", "mean", "amax", "amin"),
     ),
-    Formula(
+    Row(
         "empty-segment",
         "scatter_reduce_?",
         "{:g} where no element has the index",
         _where_empty,
         (-math.inf, math.inf, 0.0, 1.0, math.nan),
     ),
-    Formula("axis", REDUCING, "axes {}", _along, _other_axes),
-    Formula(
+    Row("axis", REDUCING, "axes {}", _along, _other_axes),
+    Row(
         "axis",
         REDUCING,
         "axes {}, which are kept",
@@ -994,34 +972,34 @@ FORMULAS = (
             *_other_axes(a, out),
         ],
     ),
-    Formula(
+    Row(
         "count",
         "mean",
         "the mean over a count of {:+d}",
         lambda a, p: a.out() * (n := a.first.numel() // max(a.out().numel(), 1)) / (n + p),
         (1, -1),
     ),
-    Formula(
+    Row(
         "other-slice",
         REDUCING,
         "a part of the axis alone (start, length): {}",
         _of_part,
         _parts_of_axis,
     ),
-    Formula(
+    Row(
         "cumulative-sum",
         "cumsum",
         "a sum without the element itself",
         lambda a, p: a.self.cumsum(a.dim) - a.self,
     ),
-    Formula(
+    Row(
         "cumulative-sum",
         "cumsum",
         "a sum from the other end",
         lambda a, p: a.self.flip(a.dim).cumsum(a.dim).flip(a.dim),
     ),
-    Formula("missing-bias", "addmm", "no bias", lambda a, p: a.mat1 @ a.mat2),
-    Formula(
+    Row("missing-bias", "addmm", "no bias", lambda a, p: a.mat1 @ a.mat2),
+    Row(
         "eps-place",
         "add",
         "{:g} added to the square, inside of the root",
@@ -1031,7 +1009,7 @@ FORMULAS = (
         ),
     ),
     *(
-        Formula(
+        Row(
             "eps-place",
             "clamp_min|clamp",
             words,
@@ -1047,51 +1025,51 @@ FORMULAS = (
             ),
         )
     ),
-    Formula(
+    Row(
         "sign",
         "add|sub|rsub",
         "the other sign",
         lambda a, p: a.self - a.other if a.call.name == "add" else a.self + a.other,
         _one,
     ),
-    Formula(
+    Row(
         "term-order",
         "add|sub|rsub",
         "the difference in the other order",
         lambda a, p: a.other - a.self,
         _one,
     ),
-    Formula("product-for-sum", "add|sub", "a product", lambda a, p: a.self * a.other, _one),
-    Formula("sum-for-product", "mul_?|div_?", "a sum", lambda a, p: a.self + a.other, _one),
-    Formula(
+    Row("product-for-sum", "add|sub", "a product", lambda a, p: a.self * a.other, _one),
+    Row("sum-for-product", "mul_?|div_?", "a sum", lambda a, p: a.self + a.other, _one),
+    Row(
         "unit-offset",
         "mul_?",
         "1 + the {} factor",
         lambda a, p: a.self * (1 + a.other) if p == "second" else (1 + a.self) * a.other,
         _both,
     ),
-    Formula(
+    Row(
         "scale",
         "mul_?|div_?",
         "the inverse",
         lambda a, p: a.self / a.other if "mul" in a.call.name else a.self * a.other,
         _one,
     ),
-    Formula("missing-term", "addcmul", "a product alone", lambda a, p: a.tensor1 * a.tensor2),
-    Formula(
+    Row("missing-term", "addcmul", "a product alone", lambda a, p: a.value * a.tensor1 * a.tensor2),
+    Row(
         "one-minus",
         "lerp",
         "the weights exchanged",
         lambda a, p: torch.lerp(a.end, a.self, a.weight),
     ),
     # losses
-    Formula(
+    Row(
         "ignore-index",
         "nll_loss.*",
         "a mean over all targets, ignored ones too",
         lambda a, p: _each(a).sum() / a.target.numel(),
     ),
-    Formula(
+    Row(
         "ignore-index",
         "nll_loss.*",
         "the weight of class 0 for ignored targets in the mean",
@@ -1100,19 +1078,19 @@ FORMULAS = (
         ),
         lambda a, out: [None] if a.weight is not None else [],
     ),
-    Formula(
+    Row(
         "ignore-index",
         "nll_loss.*",
         "ignored targets as class 0",
         lambda a, p: a.out(target=torch.where(a.target == a.ignore_index, 0, a.target)),
     ),
-    Formula(
+    Row(
         "class-weights",
         "nll_loss.*",
         "weighted losses divided by their number",
         lambda a, p: _each(a).sum() / (a.target != a.ignore_index).sum(),
     ),
-    Formula(
+    Row(
         "loss-kind",
         "smooth_l1_loss|huber_loss|mse_loss|l1_loss",
         "{}",
@@ -1123,18 +1101,16 @@ FORMULAS = (
 
 
 @cache
-def _fitting(operation: str, activates: bool) -> tuple[Formula, ...]:
-    def fits(pattern: str) -> bool:
-        return activates if pattern == ACTIVATION else re.fullmatch(pattern, operation) is not None
+def rows_of(operation: str, activates: bool) -> tuple[Row, ...]:
+    """Return the rows of an operation.
 
-    return tuple(r for r in FORMULAS if fits(r.operations))
-
-
-def _each_value(values: Values, given: Given, out: Any) -> list[Any]:
-    try:
-        return list(values(given, out) if callable(values) else values)
-    except RAISED:
-        return []  # the row does not fit this overload or these shapes
+    Args:
+        operation: its name.
+        activates: whether it is an activation.
+    """
+    return tuple(
+        row for row in FORMULAS if (activates if row.where == ACTIVATION else row.is_of(operation))
+    )
 
 
 def mistakes(
@@ -1143,12 +1119,10 @@ def mistakes(
     """Yield the usual mistakes with one operation, by the table and by its numbers."""
     given = Given(call, args, kwargs)
     yield from _other_numbers(index, call, given)
-    for row in _fitting(call.name, is_activation(call)):
-        for value in _each_value(row.values, given, out):
-            change = in_place_of(lambda a, f=row.value, v=value: f(a, v))
-            # a tensor in words is of many lines
-            words = textwrap.shorten(row.words.format(value, given=given), 160, placeholder=" ...")
-            yield Hypothesis(row.cause, words, {index: change})
+    activates = is_activation(call) and isinstance(out, torch.Tensor) and out.is_floating_point()
+    for row in rows_of(call.name, activates):
+        for one in row.alterations(given, out):
+            yield Hypothesis(one.cause, one.words, {index: in_place_of(one.make)})
 
 
 _NUMBERS = (0.0, 1.0, 2.0, 0.5, -1.0, 3.0, 4.0, 0.1, 0.2, 0.3, 0.01)
@@ -1186,6 +1160,10 @@ def _other_numbers(index: int, call: Call, given: Given) -> Iterator[Hypothesis]
         )
         bases = BASES if abs(value) >= 50 else ()
         cause = "eps" if tiny else "scale" if name in ("mul", "div") else "constant"
+        if name.startswith("clamp") and not tiny:
+            free = -math.inf if argument == "min" else math.inf
+            change = in_place_of(lambda a, n=argument, v=free: a.out(**{n: v}))
+            yield Hypothesis("missing-operation", f"no limit at {value:g}", {index: change})
         # of what keeps a denominator from zero only such values are usual: a larger limit may do
         # the same at one input
         for other in EPS if tiny else (*bases, *near, *_NUMBERS):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from gradcheck_suite.port.jax_program import LOW, equations_in, line_of
+from gradcheck_suite.port.jax_program import CAST, LOW, equations_in, line_of
 from gradcheck_suite.port.matching import array, outputs_error
 from gradcheck_suite.port.pair import default_dtype, flat_output, is_float
 from gradcheck_suite.port.search import Repairs
@@ -27,7 +28,7 @@ MUCH = 8.0
 
 def _low_lines(jaxpr: Any, dtype: Any) -> list[str]:
     """Return `file:line` of the equations that cast to a dtype of fewer bits."""
-    casts = [e for e in equations_in(jaxpr) if e.primitive.name == "convert_element_type"]
+    casts = [e for e in equations_in(jaxpr) if e.primitive.name == CAST]
     fewer = [
         d
         for d in LOW
@@ -67,7 +68,10 @@ def precision_findings(sides: Sides, dtype: str) -> Iterator[tuple[str, float, f
         if off > max(allowed, before):
             lines = _low_lines(program.jaxpr, np.dtype("float64"))
             words = f"the port computes in a lower precision than float64{_at(lines)}"
-            yield words, off, allowed, next(iter(lines), None)
+            most = _worst_cast(sides, lines[:CASTS], exact) if len(lines) > 1 else None
+            if most is not None:
+                words += f"; most of it at {most.line}, which alone is off by {most.error:.2g}"
+            yield words, off, allowed, most.line if most else next(iter(lines), None)
         return
     low = jnp.dtype(dtype)
     module = copy.deepcopy(sides.pair.module).to(getattr(torch, dtype))
@@ -90,6 +94,29 @@ def precision_findings(sides: Sides, dtype: str) -> Iterator[tuple[str, float, f
         f"in {dtype} the port's error is {off:.2g}, {off / max(own, 1e-300):.2g} times torch's own"
     )
     yield words + _at(lines), off, MUCH * own, next(iter(lines), None)
+
+
+CASTS = 8
+"""Lines with casts that are measured one by one."""
+
+
+@dataclass(frozen=True)
+class _Cast:
+    """A line that casts to a lower precision, and the error of the outputs that it makes alone."""
+
+    line: str
+    error: float
+
+
+def _worst_cast(sides: Sides, lines: list[str], exact: list[torch.Tensor]) -> _Cast | None:
+    """Return the cast that costs most, None where none of them costs anything by itself."""
+    program = sides.jax_program(sides.given)
+    arguments = sides.arguments(sides.given)
+    casts = [
+        _Cast(line, outputs_error(exact, program.with_cast(line, arguments))) for line in lines
+    ]
+    worst = max(casts, key=lambda one: one.error)
+    return worst if worst.error > sides.bounds(sides.given).outputs else None
 
 
 def _at(lines: list[str]) -> str:

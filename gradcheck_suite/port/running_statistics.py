@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from torch import nn
 
+from gradcheck_suite.port.alterations import Alteration, Row
+from gradcheck_suite.port.budget import Budget
+from gradcheck_suite.port.explanation import Explanation, best_explanation
 from gradcheck_suite.port.number_sets import Array, error
 from gradcheck_suite.port.pair import is_statistic
 from gradcheck_suite.port.search import Repairs
@@ -16,9 +21,102 @@ from gradcheck_suite.port.torch_program import Ref
 MOMENTA = (0.1, 0.01, 0.05, 0.5, 0.001, 0.9, 0.99, 0.999)
 
 
-StatisticFault = tuple[str, str, str, float]
-"""A running statistic that the port has not: torch's buffer, the cause, what the port has, the relative difference from
-the nearest array of its size."""
+@dataclass(frozen=True)
+class StatisticFault:
+    """A running statistic that the port has not.
+
+    Attributes:
+        name: torch's buffer.
+        cause: a name of `causes.CAUSES`.
+        words: what the port has.
+        off: the relative difference from the nearest array of its size.
+    """
+
+    name: str
+    cause: str
+    words: str
+    off: float
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step of a running statistic.
+
+    Attributes:
+        before: the statistic before it.
+        batch: that of the batch, as torch takes it.
+        biased: likewise, of a variance divided by the number of values.
+        momentum: torch's.
+        eps: of the layer.
+        count: number of values of a channel in the batch.
+    """
+
+    before: Array
+    batch: Array
+    biased: Array
+    momentum: float
+    eps: float
+    count: int
+
+    def taken(self, share: float, batch: Array) -> Array:
+        """Return the statistic after a step that takes a share of the batch."""
+        return (1 - share) * self.before + share * batch
+
+
+def _other_momenta(step: _Step) -> list[float]:
+    return [m for m in MOMENTA if m != step.momentum]
+
+
+MOMENTUM = "a momentum of {:g} instead of {given.momentum:g}"
+STATISTICS: tuple[Row, ...] = (
+    Row("not-updated", ".*", "no update", lambda s, _: s.before),
+    Row(
+        "momentum-convention",
+        ".*",
+        "the old value times {given.momentum:g}",
+        lambda s, _: s.taken(1 - s.momentum, s.batch),
+    ),
+    Row("momentum", ".*", MOMENTUM, lambda s, m: s.taken(m, s.batch), _other_momenta),
+    Row("momentum", ".*", "the statistics of the batch alone", lambda s, _: s.batch),
+    Row(
+        "variance-correction",
+        "running_var",
+        "the biased variance",
+        lambda s, _: s.taken(s.momentum, s.biased),
+    ),
+    Row(
+        "momentum-convention",
+        "running_var",
+        "the old value times {given.momentum:g} and the biased variance",
+        lambda s, _: s.taken(1 - s.momentum, s.biased),
+    ),
+    Row(
+        "momentum",
+        "running_var",
+        f"{MOMENTUM} and the biased variance",
+        lambda s, m: s.taken(m, s.biased),
+        _other_momenta,
+    ),
+    Row(
+        "momentum",
+        "running_var",
+        "the statistics of the batch alone and the biased variance",
+        lambda s, _: s.biased,
+    ),
+    Row(
+        "variance-correction",
+        "running_var",
+        "the variance corrected twice",
+        lambda s, _: s.taken(s.momentum, s.batch * s.count / (s.count - 1)),
+    ),
+    Row(
+        "eps-place",
+        "running_var",
+        "the variance with eps",
+        lambda s, _: s.taken(s.momentum, s.batch + s.eps),
+    ),
+)
+"""What people write in place of torch's (1 - momentum) * old + momentum * new."""
 
 
 def statistic_faults(sides: Sides, allowed: float) -> Iterator[StatisticFault]:
@@ -26,18 +124,24 @@ def statistic_faults(sides: Sides, allowed: float) -> Iterator[StatisticFault]:
     extras = sides.jax_run(sides.given).extras
     after = sides.torch_program(sides.given).after
     for name, value in after.items():
-        before = sides.state[name]
+        before = np.asarray(sides.state[name])
         if not is_statistic(name) or np.array_equal(before, value):
             continue
         nearest = _nearest(value, extras)
         if nearest <= allowed:
             continue
-        for cause, words, other in _alternatives(sides, name, np.asarray(before), value):
-            if _nearest(other, extras) <= allowed:
-                yield name, cause, words, nearest
-                break
+        step = _step_of(sides, name, before, value)
+
+        def fits(one: Alteration, step: _Step = step) -> Explanation[Alteration] | None:
+            return Explanation(one) if _nearest(one.make(step), extras) <= allowed else None
+
+        own = name.rpartition(".")[2]
+        others = chain.from_iterable(r.alterations(step) for r in STATISTICS if r.is_of(own))
+        found = best_explanation(others, fits, Budget())
+        if found is None:
+            yield StatisticFault(name, "unknown", "other values", nearest)
         else:
-            yield name, "unknown", "other values", nearest
+            yield StatisticFault(name, found.value.cause, found.value.words, nearest)
 
 
 def _nearest(value: Array, extras: Sequence[Array]) -> float:
@@ -45,43 +149,13 @@ def _nearest(value: Array, extras: Sequence[Array]) -> float:
     return min((error(e.reshape(value.shape), value) for e in alike), default=float("inf"))
 
 
-def _alternatives(
-    sides: Sides, name: str, before: Array, after: Array
-) -> Iterator[tuple[str, str, Array]]:
-    """Yield what people write in place of torch's (1 - momentum) * old + momentum * new."""
+def _step_of(sides: Sides, name: str, before: Array, after: Array) -> _Step:
     part = sides.pair.module.get_submodule(name.rpartition(".")[0])
-    own = getattr(part, "momentum", None) or 0.1
-    batch = (after - (1 - own) * before) / own
-    n = _count(sides, name, part)
-    options = [(batch, "")]
-    options += (
-        [(batch * (n - 1) / n, "the biased variance")] if name.endswith("running_var") else []
-    )
-    yield "not-updated", "no update", before
-    for variance, words in options:
-        if words:
-            yield "variance-correction", words, (1 - own) * before + own * variance
-        more = f" and {words}" if words else ""
-        yield (
-            "momentum-convention",
-            f"the old value times {own:g}{more}",
-            own * before + (1 - own) * variance,
-        )
-        for m in MOMENTA:
-            if m != own:
-                yield (
-                    "momentum",
-                    f"a momentum of {m:g} instead of {own:g}{more}",
-                    (1 - m) * before + m * variance,
-                )
-        yield "momentum", f"the statistics of the batch alone{more}", variance
-    if name.endswith("running_var"):
-        yield (
-            "variance-correction",
-            "the variance corrected twice",
-            (1 - own) * before + own * batch * n / (n - 1),
-        )
-        yield "eps-place", "the variance with eps", after + own * getattr(part, "eps", 1e-5)
+    momentum = getattr(part, "momentum", None) or 0.1
+    batch = (after - (1 - momentum) * before) / momentum
+    count = _count(sides, name, part)
+    biased = batch * (count - 1) / count
+    return _Step(before, batch, biased, momentum, getattr(part, "eps", 1e-5), count)
 
 
 def _count(sides: Sides, name: str, part: nn.Module) -> int:

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from gradcheck_suite.port.budget import Budget
 from gradcheck_suite.port.changes import RAISED, Hypothesis, dense, of_ours
+from gradcheck_suite.port.explanation import Explanation, best_explanation
 from gradcheck_suite.port.matching import Matching, Side, array, outputs_error
 from gradcheck_suite.port.number_sets import aligned, variety
 from gradcheck_suite.port.torch_program import Call, Change, Ref, TorchProgram, TorchRun, fill, flat
@@ -212,31 +213,43 @@ class Search:
             "first": first[:3],
             "last": [i for i in reversed(region) if i not in order][:LAST],
         }
-        best: Found | None = None
-        for family, where in families:
-            found = self._of_family(family, places[where])
-            if found is not None and found.error <= self.close:
-                return found
-            if found is not None and best is None and where != "last":
-                best = found  # a later family is less usual: it has to explain all
-                if best.gained >= MANY:
-                    self.budget.left = min(self.budget.left, MORE)
-        return None if self.budget.stopped else best
+        known = list[Found]()
 
-    def _of_family(self, family: Family, places: list[int]) -> Found | None:
-        passed = 0
-        best = None
-        for place in places:
-            for hypothesis in self._hypotheses(family, place):
-                if passed >= PASSED or not self.budget.spend():
-                    return best
-                at = self._seen_at(place, hypothesis)
-                if self._has_evidence(at, hypothesis):
-                    passed += 1
-                    best = self._better(best, at, hypothesis)
-                    if best is not None and best.error <= self.close:
-                        return best
-        return best
+        def tried(row: tuple[Family, str]) -> Explanation[Found] | None:
+            family, where = row
+            found = self._of_family(family, places[where])
+            # a later family is less usual: it has to explain all, as what is tried last has to
+            if found is None or (not found.is_whole and (known or where == "last")):
+                return None
+            known.append(found.value)
+            if not found.is_whole and found.value.gained >= MANY:
+                self.budget.left = min(self.budget.left, MORE)
+            return found
+
+        found = best_explanation(families, tried, Budget())
+        if found is None or (self.budget.stopped and not found.is_whole):
+            return None
+        return found.value
+
+    def _of_family(self, family: Family, places: list[int]) -> Explanation[Found] | None:
+        """Return what a family explains best."""
+        passed = list[Hypothesis]()
+
+        def candidates() -> Iterator[tuple[int, Hypothesis]]:
+            for place in places:
+                for hypothesis in self._hypotheses(family, place):
+                    if len(passed) >= PASSED:
+                        return
+                    yield place, hypothesis
+
+        def tried(candidate: tuple[int, Hypothesis]) -> Explanation[Found] | None:
+            at = self._seen_at(*candidate)
+            if not self._has_evidence(at, candidate[1]):
+                return None
+            passed.append(candidate[1])
+            return self._explained(at, candidate[1])
+
+        return best_explanation(candidates(), tried, self.budget, self.is_confirmed)
 
     def _seen_at(self, place: int, hypothesis: Hypothesis) -> int:
         """Return the call at which a change shows: the place, or a call behind it that is changed."""
@@ -323,20 +336,15 @@ class Search:
 
         return [i for i in walked([place], behind_matched, 3) if i in self._inside]
 
-    def _better(self, best: Found | None, place: int, hypothesis: Hypothesis) -> Found | None:
+    def _explained(self, place: int, hypothesis: Hypothesis) -> Explanation[Found] | None:
         found = self.test(place, hypothesis)
         found = found and self._everywhere(found)
-        if (
-            found is not None
-            and found.error > self.close
-            and (self._hides(found) or self._is_scanty(found))
-        ):
-            found = None
-        if found is None or (
-            best is not None and found.error > self.close and found.gained <= best.gained
-        ):
-            return best
-        return found if self.is_confirmed(found) else best
+        if found is None:
+            return None
+        is_whole = found.error <= self.close
+        if not is_whole and (self._hides(found) or self._is_scanty(found)):
+            return None
+        return Explanation(found, is_whole, found.gained)
 
     def _hides(self, found: Found) -> bool:
         """Return whether a change puts a zero in a place: that hides whatever else is wrong behind

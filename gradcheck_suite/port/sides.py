@@ -399,6 +399,22 @@ class Sides:
         self.given.kept.clear()
         return True
 
+    def output_names(self) -> list[str]:
+        """Return the names of torch's outputs, or their places."""
+        return [repr(n) if n else str(i) for i, n in enumerate(self._names)]
+
+    def exchange_outputs(self, order: Sequence[int]) -> None:
+        """Compare torch's outputs with others of the port.
+
+        Args:
+            order: of each output of torch, the place of the port's among those that are compared.
+        """
+        before = self._order(self._their_names)
+        self._partners = [before[k] for k in order]
+        self._jax.clear()
+        for point in self.points:
+            point.kept.clear()
+
     # bounds
 
     @once
@@ -494,6 +510,9 @@ class Sides:
             if value.is_floating_point():
                 if id(value) not in tied:
                     sign = torch.randint(0, 2, value.shape, generator=generator) * 2 - 1
+                    if key[0] != "state":  # equal numbers stay equal: a sort may take the others
+                        places = torch.unique(value, return_inverse=True)[1]
+                        sign = sign.reshape(-1)[places]
                     moved = value * (1 + sign * 2 * UNIT_ROUNDOFF["float64"])
                     tied[id(value)] = moved if key[0] == "state" else kept(moved, value)
                 found[key] = tied[id(value)]
@@ -550,6 +569,25 @@ class Sides:
         """Return the port's gradient of each torch tensor."""
         vector = self.map.pull(gradients)
         return {n: vector[self.map.part(n)].reshape(self.map.base[n].shape) for n in self.map.names}
+
+
+def exchanged(
+    mine: Sequence[torch.Tensor], theirs: Sequence[Any], allowed: float
+) -> list[int] | None:
+    """Return which of the port's outputs each of torch's is, None where they are not the same ones
+    at other places.
+    """
+    left = list(range(len(theirs)))
+    order = list[int]()
+    for i, out in enumerate(mine):
+        # its own comes first: equal outputs are not exchanged
+        alike = [k for k in sorted(left, key=lambda k, i=i: k != i) if _same_size(out, theirs[k])]
+        partner = next((k for k in alike if outputs_error([out], [theirs[k]]) <= allowed), None)
+        if partner is None:
+            return None
+        left.remove(partner)
+        order.append(partner)
+    return None if order == sorted(order) else order
 
 
 def _same_size(mine: torch.Tensor, other: Any) -> bool:

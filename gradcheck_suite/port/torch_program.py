@@ -69,6 +69,42 @@ def _refs(template: Any) -> Iterator[Ref]:
             yield from _refs(part)
 
 
+LABELS = {
+    "addmm": "linear",
+    "mm": "matmul",
+    "bmm": "matmul",
+    "baddbmm": "matmul",
+    "clamp_min": "clamp(min=...)",
+    "clamp_max": "clamp(max=...)",
+    "constant_pad_nd": "pad",
+    "unsafe_view": "view",
+    "convolution": "conv",
+    "convolution_overrideable": "conv",
+    "max_pool2d_with_indices": "max_pool2d",
+    "max_pool3d_with_indices": "max_pool3d",
+    "nll_loss_forward": "nll_loss",
+    "nll_loss2d_forward": "nll_loss",
+    "rsub": "sub",
+    "to_copy": "to",
+    "linalg_vector_norm": "norm",
+    "index": "indexing",
+    "index_put": "assignment by index",
+    "batch_norm_legit": "batch_norm",
+    "batch_norm_legit_no_training": "batch_norm",
+    "weight_norm_interface": "weight_norm",
+    "fft_r2c": "rfft",
+    "fft_c2r": "irfft",
+    "fft_c2c": "fft",
+    "upsample_nearest1d": "interpolate",
+    "upsample_nearest2d": "interpolate",
+    "upsample_linear1d": "interpolate",
+    "upsample_bilinear2d": "interpolate",
+    "upsample_bicubic2d": "interpolate",
+    "upsample_trilinear3d": "interpolate",
+}
+"""ATen's name -> the name in torch's documents, where they differ."""
+
+
 @dataclass
 class Call:
     """One operation.
@@ -97,6 +133,12 @@ class Call:
     def name(self) -> str:
         """Name without overload, such as `add`."""
         return str(self.op._schema.name).split("::")[-1]
+
+    @cached_property
+    def label(self) -> str:
+        """What an author of torch code calls it, such as `linear` for ATen's `addmm`."""
+        plain = self.name.strip("_").removeprefix("native_")
+        return LABELS.get(plain, plain)
 
     @cached_property
     def refs(self) -> list[Ref]:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import combinations, product
+from functools import partial
+from itertools import chain, combinations, product
 from typing import Any
 
 import jax
@@ -23,7 +24,9 @@ import torch
 from torch import nn
 
 from gradcheck_suite.errors import UsageError
+from gradcheck_suite.port.alterations import Alteration, Row
 from gradcheck_suite.port.budget import Budget
+from gradcheck_suite.port.explanation import Explanation, best_explanation
 from gradcheck_suite.port.jax_program import Stored, in_double
 from gradcheck_suite.port.mapping import Leaf, StateMap
 from gradcheck_suite.port.matching import array
@@ -201,88 +204,98 @@ class Recipe:
         return _Written(groups, self.cls.__name__, self.form) if self.form else self.cls(groups)
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A change of torch's optimizer.
+Setting = Alteration
+"""A change of torch's optimizer, as of its `Recipe`."""
 
-    Attributes:
-        cause: its name.
-        words: what the port does.
-        change: of the recipe.
-    """
-
-    cause: str
-    words: str
-    change: Callable[[Recipe], Recipe]
+_ADAM = "AdamW?"
+_RMS = "RMSprop"
+_SGD = "SGD"
+_ADAGRAD = "Adagrad"
 
 
-_VALUES: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
-    ("optimizer-eps", "eps", (1e-8, 1e-6, 1e-7, 1e-5, 1e-10, 1e-3, 1e-4, 0.0, 1e-12, 1e-16, 1e-15)),
-    ("amsgrad", "amsgrad", (True, False)),
-    ("momentum", "momentum", (0.9, 0.0, 0.95, 0.99, 0.8, 0.5)),
-    ("nesterov", "nesterov", (True, False)),
-    ("centered", "centered", (True, False)),
-    ("decay-of-squares", "alpha", (0.9, 0.99, 0.95, 0.999)),
-    ("decoupled-decay", "decoupled_weight_decay", (True, False)),
-    ("dampening", "dampening", (0.0, 0.1, 0.5, 0.9)),
-    ("sign", "maximize", (True, False)),
+def _value_of(cause: str, key: str, *values: Any) -> Row:
+    """Return the row of other values of a setting."""
+
+    def others(recipe: Recipe) -> list[Any]:
+        mine = recipe.groups[0].get(key)
+        alike = [v for v in values if isinstance(v, bool) == isinstance(mine, bool)]
+        return [v for v in alike if v != mine] if mine is not None else []
+
+    words = f"{key} {{}} instead of {{given.groups[0][{key}]}}"
+    return Row(cause, ".*", words, lambda r, value: r.put(**{key: value}), others)
+
+
+VALUES: tuple[Row, ...] = (
+    _value_of(
+        "optimizer-eps",
+        "eps",
+        *(1e-8, 1e-6, 1e-7, 1e-5, 1e-10, 1e-3, 1e-4, 0.0, 1e-12, 1e-16, 1e-15),
+    ),
+    _value_of("amsgrad", "amsgrad", True, False),
+    _value_of("momentum", "momentum", 0.9, 0.0, 0.95, 0.99, 0.8, 0.5),
+    _value_of("nesterov", "nesterov", True, False),
+    _value_of("centered", "centered", True, False),
+    _value_of("decay-of-squares", "alpha", 0.9, 0.99, 0.95, 0.999),
+    _value_of("decay-of-squares", "rho", 0.9, 0.95, 0.99, 0.999),
+    _value_of("decoupled-decay", "decoupled_weight_decay", True, False),
+    _value_of("dampening", "dampening", 0.0, 0.1, 0.5, 0.9),
+    _value_of("sign", "maximize", True, False),
 )
-"""Cause, name of the setting, and values."""
-_ADAM = ("Adam", "AdamW")
-_RMS = ("RMSprop",)
-_SGD = ("SGD",)
-_ADAGRAD = ("Adagrad",)
-_FORMS: tuple[tuple[tuple[str, ...], str, str, dict[str, Any]], ...] = (
-    (_SGD, "momentum-convention", "momentum as an average", {"average": True}),
-    (
-        _SGD,
-        "momentum-convention",
-        "momentum as an average without bias",
-        {"average": True, "unbiased": True},
+"""Other values of settings."""
+
+
+def _form(cause: str, optimizers: str, words: str, **form: Any) -> Row:
+    """Return the row of a form that no class of torch's offers; see `_Written`."""
+    return Row(cause, optimizers, words, lambda r, _: r.written(**form))
+
+
+FORMS: tuple[Row, ...] = (
+    _form("momentum-convention", _SGD, "momentum as an average", average=True),
+    _form(
+        *("momentum-convention", _SGD, "momentum as an average without bias"),
+        average=True,
+        unbiased=True,
     ),
-    (
-        _SGD + _RMS,
-        "momentum-convention",
-        "the learning rate inside of the momentum",
-        {"rate_inside": True},
+    _form(
+        *("momentum-convention", f"{_SGD}|{_RMS}", "the learning rate inside of the momentum"),
+        rate_inside=True,
     ),
-    (_SGD, "decoupled-decay", "decoupled weight decay", {"late": True}),
-    (_ADAM + _RMS + _ADAGRAD, "eps-inside-root", "eps inside of the root", {"inside": True}),
-    (_ADAM, "bias-correction", "no bias correction", {"correct": (False, False)}),
-    (
-        _ADAM,
-        "bias-correction",
-        "bias correction of the first moment alone",
-        {"correct": (True, False)},
+    _form("decoupled-decay", _SGD, "decoupled weight decay", late=True),
+    _form("eps-inside-root", f"{_ADAM}|{_RMS}|{_ADAGRAD}", "eps inside of the root", inside=True),
+    _form("bias-correction", _ADAM, "no bias correction", correct=(False, False)),
+    _form(
+        *("bias-correction", _ADAM, "bias correction of the first moment alone"),
+        correct=(True, False),
     ),
-    (
-        _ADAM,
-        "bias-correction",
-        "bias correction of the second moment alone",
-        {"correct": (False, True)},
+    _form(
+        *("bias-correction", _ADAM, "bias correction of the second moment alone"),
+        correct=(False, True),
     ),
-    (_ADAM, "eps-before-correction", "eps added before the bias correction", {"eps_first": True}),
-    (_ADAM, "decay-place", "weight decay after the step", {"late": True, "after": True}),
-    (_RMS, "bias-correction", "an average of squares without bias", {"correct": (False, True)}),
-    (_RMS, "initial-accumulator", "an average of squares that starts at 1", {"start": 1.0}),
-    (
-        _RMS,
+    _form("eps-before-correction", _ADAM, "eps added before the bias correction", eps_first=True),
+    _form("decay-place", _ADAM, "weight decay after the step", late=True, after=True),
+    _form("bias-correction", _RMS, "an average of squares without bias", correct=(False, True)),
+    _form("initial-accumulator", _RMS, "an average of squares that starts at 1", start=1.0),
+    _form(
+        *("initial-accumulator", _RMS, "an average from 1, eps inside of the root"),
+        start=1.0,
+        inside=True,
+    ),
+    Row(
         "initial-accumulator",
-        "an average from 1, eps inside of the root",
-        {"start": 1.0, "inside": True},
+        _ADAGRAD,
+        "an accumulator from {:g}, eps outside",
+        lambda r, start: r.written(start=start),
+        (0.1, 1.0, 0.0),
     ),
-    *(
-        (
-            _ADAGRAD,
-            "initial-accumulator",
-            f"an accumulator from {start:g}, eps {'in' if inside else 'out'}side",
-            {"start": start, "inside": inside},
-        )
-        for start in (0.1, 1.0, 0.0)
-        for inside in (False, True)
+    Row(
+        "initial-accumulator",
+        _ADAGRAD,
+        "an accumulator from {:g}, eps inside",
+        lambda r, start: r.written(start=start, inside=True),
+        (0.1, 1.0, 0.0),
     ),
 )
-"""Optimizers of torch, cause, words, and form."""
+"""Other forms of optimizers."""
 
 
 def _class_of(optimizer: Any) -> Any:
@@ -301,61 +314,75 @@ def _settings(mine: Recipe, raw: Steps, wrong: Mapping[Any, str]) -> Iterator[Se
         raw: gradients before its hooks.
         wrong: parameters that step otherwise, with their names.
     """
-    group = mine.groups[0]
     name = mine.cls.__name__
-    decays = {g.get("weight_decay", 0.0) for g in mine.groups}
-    if any(_norm(a) != _norm(b) for a, b in zip(raw, mine.gradients, strict=True)):
-        yield Setting("missing-clipping", "no clipping", lambda r: replace(r, gradients=raw))
-        exact = [_exactly_clipped(a, b) for a, b in zip(raw, mine.gradients, strict=True)]
-        yield Setting(
-            "clip-epsilon",
-            "clipping to the norm without 1e-6",
-            lambda r: replace(r, gradients=exact),
-        )
-    forms = [
-        Setting(c, words, lambda r, f=f: r.written(**f))
-        for names, c, words, f in _FORMS
-        if name in names
-    ]
-    yield from forms[: 2 if group.get("momentum") else 0]
-    for decay in sorted(decays, reverse=True) if len(decays) > 1 else ():
-        words = f"weight decay {decay:g} on all parameters"
-        yield Setting("decay-mask", words, lambda r, d=decay: r.put(weight_decay=d))
-    if len(decays) == 1 and max(decays):
-        yield Setting(
-            "decay-mask",
-            "weight decay on matrices alone",
-            lambda r: _decaying(r, lambda p: p.dim() > 1),
-        )
-    decayed = {p for g in mine.groups if g.get("weight_decay") for p in g["params"]}
-    if decayed ^ wrong.keys():
-        each = [f"{'no ' * (p in decayed)}weight decay on {name}" for p, name in wrong.items()]
-        words = ", ".join(each[:3]) + ", ..." * (len(each) > 3)
-        yield Setting(
-            "decay-mask", words, lambda r: _decaying(r, lambda p: (p in decayed) != (p in wrong))
-        )
-    for cause, key, values in _VALUES:
-        for value in values if key in group else ():
-            if value != group[key] and isinstance(value, bool) == isinstance(group[key], bool):
-                words = f"{key} {value} instead of {group[key]}"
-                yield Setting(cause, words, lambda r, k=key, v=value: r.put(**{k: v}))
-    yield from _other_betas(group.get("betas"))
-    for decay in (0.0, 1e-2, 1e-4, 0.1, 5e-4, 1e-3, 0.05, 0.2):
-        if decays != {decay} and "weight_decay" in group:
-            cause = "missing-weight-decay" if decay == 0 else "weight-decay"
-            yield Setting(
-                cause, f"weight decay {decay:g}", lambda r, d=decay: r.put(weight_decay=d)
-            )
+    fitting = (row.alterations(mine) for row in FORMS if row.is_of(name))
+    forms = list(chain.from_iterable(fitting))
+    yield from _unclipped(mine, raw)
+    if mine.groups[0].get("momentum"):
+        yield from forms[:2]
+    yield from _decay_masks(mine, wrong)
+    for row in VALUES:
+        yield from row.alterations(mine)
+    yield from _other_betas(mine.groups[0].get("betas"))
+    yield from _other_decays(mine)
     yield from _other_rates(mine.rates, [g["lr"] for g in mine.groups])
     yield from forms
-    for rate in (
-        sorted({1.0, max(max(r) for r in mine.rates)})
-        if max(decays) and name in (*_ADAM, *_SGD)
-        else ()
-    ):
+    yield from _decays_whatever_the_rate(mine)
+    yield from _clippings(raw)
+
+
+def _decays(recipe: Recipe) -> set[float]:
+    return {g.get("weight_decay", 0.0) for g in recipe.groups}
+
+
+def _unclipped(mine: Recipe, raw: Steps) -> Iterator[Setting]:
+    """Yield what is left out of clipping, where torch's hooks change the gradients."""
+    pairs = list(zip(raw, mine.gradients, strict=True))
+    if any(_norm(before) != _norm(after) for before, after in pairs):
+        yield Setting("missing-clipping", "no clipping", lambda r: replace(r, gradients=raw))
+        exact = [_exactly_clipped(before, after) for before, after in pairs]
+        words = "clipping to the norm without 1e-6"
+        yield Setting("clip-epsilon", words, lambda r: replace(r, gradients=exact))
+
+
+def _decay_masks(mine: Recipe, wrong: Mapping[Any, str]) -> Iterator[Setting]:
+    """Yield weight decay on other parameters."""
+    decays = _decays(mine)
+    if len(decays) > 1:
+        for decay in sorted(decays, reverse=True):
+            words = f"weight decay {decay:g} on all parameters"
+            yield Setting("decay-mask", words, lambda r, d=decay: r.put(weight_decay=d))
+    elif max(decays):
+        words = "weight decay on matrices alone"
+        yield Setting("decay-mask", words, lambda r: _decaying(r, lambda p: p.dim() > 1))
+    decaying = (g["params"] for g in mine.groups if g.get("weight_decay"))
+    decayed = set(chain.from_iterable(decaying))
+    if decayed ^ wrong.keys():
+        each = [
+            f"{'no weight' if p in decayed else 'weight'} decay on {name}"
+            for p, name in wrong.items()
+        ]
+        words = ", ".join([*each[:3], "..."]) if len(each) > 3 else ", ".join(each)
+        exchanged = lambda p: (p in decayed) != (p in wrong)  # noqa: E731 - one use
+        yield Setting("decay-mask", words, lambda r: _decaying(r, exchanged))
+
+
+def _other_decays(mine: Recipe) -> Iterator[Setting]:
+    if "weight_decay" not in mine.groups[0]:
+        return
+    for decay in (0.0, 1e-2, 1e-4, 0.1, 5e-4, 1e-3, 0.05, 0.2):
+        if _decays(mine) != {decay}:
+            cause = "missing-weight-decay" if decay == 0 else "weight-decay"
+            words = f"weight decay {decay:g}"
+            yield Setting(cause, words, lambda r, d=decay: r.put(weight_decay=d))
+
+
+def _decays_whatever_the_rate(mine: Recipe) -> Iterator[Setting]:
+    if not max(_decays(mine)) or not re.fullmatch(f"{_ADAM}|{_SGD}", mine.cls.__name__):
+        return
+    for rate in sorted({1.0, max(max(r) for r in mine.rates)}):
         words = f"decoupled weight decay times {rate:g}, whatever the learning rate"
         yield Setting("decay-place", words, lambda r, d=rate: r.written(late=True, decay_rate=d))
-    yield from _clippings(raw)
 
 
 def _decaying(r: Recipe, decayed: Callable[[Any], bool]) -> Recipe:
@@ -446,7 +473,8 @@ class _Written(torch.optim.Optimizer):
         self._late = form.get(
             "late", name == "AdamW" or bool(groups[0].get("decoupled_weight_decay"))
         )
-        self._correct = form.get("correct", (name in _ADAM, name in _ADAM))
+        is_adam = re.fullmatch(_ADAM, name) is not None
+        self._correct = form.get("correct", (is_adam, is_adam))
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -633,7 +661,7 @@ class Updates:
         merged = all(
             (one := self._map.leaves[i]) is not None and (one.second >= 0).any() for i in wrong
         )
-        partial = len(wrong) <= len(self.leaves) / 2
+        is_partial = len(wrong) <= len(self.leaves) / 2
         expected = f"{self._recipe.cls.__name__} with {_shown(self._recipe.groups[0])}"
         if merged:
             words = (
@@ -651,51 +679,66 @@ class Updates:
             if n in own
         }
         settings = list(_settings(self._recipe, self._gradients, names))
-        alone = next(((s.cause, s.words) for s in settings if self._explains(s)), None)
-        found = (
-            alone
-            or self._with_other_rates(settings)
-            or self._other_kind(at)
-            or self._two_settings(settings)
-        )
-        cause, words = found or ("unknown", f"other steps{self._budget.words}")
-        return UpdateFault(cause, words, wrong[at], leaf, partial and found is None, expected)
+        found = best_explanation(self._attempts(settings, at), _made, self._budget)
+        cause, words = found.value if found else ("unknown", f"other steps{self._budget.words}")
+        return UpdateFault(cause, words, wrong[at], leaf, is_partial and found is None, expected)
+
+    def _attempts(self, settings: Sequence[Setting], at: int) -> Iterator[Attempt]:
+        """Yield attempts to explain the steps: by one setting, by other learning rates alone or
+        beside a setting, by an optimizer of another kind, and by two settings.
+
+        Args:
+            settings: the most usual ones first.
+            at: the leaf that steps most otherwise.
+        """
+        for setting in settings:
+            yield partial(self._by_settings, setting)
+        simple = [s for s in settings if _SIMPLE.fullmatch(s.cause)][:60]
+        beside = [s for s in simple if s.cause != "learning-rate"]
+        for one in (None, *beside):
+            yield partial(self._by_other_rates, one)
+        yield from self._other_kinds(at)
+        for a, b in combinations(simple, 2):
+            if a.cause != b.cause:
+                yield partial(self._by_settings, a, b)
+
+    def _by_settings(self, *settings: Setting) -> tuple[str, str] | None:
+        """Return the causes of settings that explain the steps together, and what they are in
+        words.
+        """
+        if not self._explains(*settings):
+            return None
+        causes = " and ".join(s.cause for s in settings)
+        return causes, " and ".join(s.words for s in settings)
 
     def _explains(self, *settings: Setting) -> bool:
         r = self._recipe
         module = self._map.pair.module
-        if not self._budget.spend():
-            return False
         try:
             for setting in settings:
-                r = setting.change(r)
+                r = setting.make(r)
             made = torch_steps(module, lambda _: r.made(), self._start, r.gradients, r.rates)
         except Exception:  # an optimizer of another kind may take no such setting
             return False
         return not self.wrong(made[0])
 
-    def _with_other_rates(self, settings: Iterable[Setting]) -> tuple[str, str] | None:
+    def _by_other_rates(self, setting: Setting | None) -> tuple[str, str] | None:
         """Return learning rates that explain the steps, alone or beside one setting.
 
         A step is proportional to its learning rate, so that the port's can be read off its steps,
         whatever schedule it has.
         """
-        simple = [s for s in settings if _SIMPLE.fullmatch(s.cause) and s.cause != "learning-rate"]
-        for setting in (None, *simple[:60]):
-            if not self._budget.spend():
-                return None
-            try:
-                recipe = self._recipe if setting is None else setting.change(self._recipe)
-                rates = self._rates_read_off(recipe)
-            except Exception:  # an optimizer of another kind may take no such setting
-                continue
-            if rates is None:
-                continue
-            words = _rates_in_words([r[0] for r in rates], [r[0] for r in recipe.rates])
-            if setting is None:
-                return "learning-rate", words
-            return f"{setting.cause} and learning-rate", f"{setting.words} and {words}"
-        return None
+        try:
+            recipe = self._recipe if setting is None else setting.make(self._recipe)
+            rates = self._rates_read_off(recipe)
+        except Exception:  # an optimizer of another kind may take no such setting
+            return None
+        if rates is None:
+            return None
+        words = _rates_in_words([r[0] for r in rates], [r[0] for r in recipe.rates])
+        if setting is None:
+            return "learning-rate", words
+        return f"{setting.cause} and learning-rate", f"{setting.words} and {words}"
 
     def _rates_read_off(self, recipe: Recipe) -> list[list[float]] | None:
         """Return the learning rates with which torch's steps are the port's, None where no rates
@@ -738,38 +781,40 @@ class Updates:
                 found[leaf.index[used]] = after - before[leaf.index[used]]
         return found
 
-    def _other_kind(self, at: int) -> tuple[str, str] | None:
-        """Return the optimizer of optax, with torch's settings or its own, by whose steps a leaf
-        moves.
-        """
-        group = self._recipe.groups[0]
-        rates = [r[0] for r in self._recipe.rates]
+    def _other_kinds(self, at: int) -> Iterator[Attempt]:
+        """Yield the optimizers of optax, with torch's settings or their own."""
         name = self._recipe.cls.__name__
-        rate = rates[0] if len(set(rates)) == 1 else lambda n: jnp.asarray(rates)[n]
-        mine = {
-            **group,
-            **dict(zip(("b1", "b2"), group.get("betas", ()), strict=False)),
-            "decay": group.get("alpha"),
-        }
-        for kind, make in vars(imported("optax")).items():
+        for kind in vars(imported("optax")):
+            yield partial(self._by_kind, kind, at, True)
             # one of the same kind has torch's settings: with its own it is these that differ
-            same = kind.rstrip("w") == name.lower().rstrip("w")
-            for own in (False,) if same else (False, True):
-                with suppress(
-                    Exception
-                ):  # it may be no optimizer, take no schedule, or need more than gradients
-                    known = inspect.signature(make).parameters
-                    given = (
-                        {}
-                        if own
-                        else {k: v for k, v in mine.items() if k in known and v is not None}
-                    )
-                    if "learning_rate" in known and self._moves_alike(
-                        make(learning_rate=rate, **given), at
-                    ):
-                        how = "its own settings" if own else "torch's settings"
-                        return "optimizer-kind", f"optax.{kind} with {how}"
+            if kind.rstrip("w") != name.lower().rstrip("w"):
+                yield partial(self._by_kind, kind, at, False)
+
+    def _by_kind(self, kind: str, at: int, as_torch: bool) -> tuple[str, str] | None:
+        """Return an optimizer of optax by whose steps a leaf moves."""
+        make = vars(imported("optax"))[kind]
+        # it may be no optimizer, take no schedule, or need more than gradients
+        with suppress(Exception):
+            known = inspect.signature(make).parameters
+            given = {k: v for k, v in self._torch_settings().items() if as_torch and k in known}
+            if "learning_rate" in known:
+                optimizer = make(learning_rate=self._rate(), **given)
+                if self._moves_alike(optimizer, at):
+                    how = "torch's settings" if as_torch else "its own settings"
+                    return "optimizer-kind", f"optax.{kind} with {how}"
         return None
+
+    def _torch_settings(self) -> dict[str, Any]:
+        """Return the settings of torch's optimizer under optax's names, too."""
+        group = self._recipe.groups[0]
+        betas = dict(zip(("b1", "b2"), group.get("betas", ()), strict=False))
+        found = {**group, **betas, "decay": group.get("alpha")}
+        return {k: v for k, v in found.items() if v is not None}
+
+    def _rate(self) -> Any:
+        """Return torch's learning rate as optax takes it: a number, or a schedule."""
+        rates = [r[0] for r in self._recipe.rates]
+        return rates[0] if len(set(rates)) == 1 else lambda n: jnp.asarray(rates)[n]
 
     def _moves_alike(self, optimizer: Any, at: int) -> bool:
         """Return whether an optimizer of optax moves a leaf as the port's does."""
@@ -784,15 +829,14 @@ class Updates:
             moved.append(float(abs(value - before).max()))
         return bool(np.max(off) <= STEP * np.max(moved))  # not where one is NaN
 
-    def _two_settings(self, settings: Iterable[Setting]) -> tuple[str, str] | None:
-        """Return the causes of two settings that explain the steps together, and what they are in
-        words.
-        """
-        simple = [s for s in settings if _SIMPLE.fullmatch(s.cause)][:60]
-        for a, b in combinations(simple, 2):
-            if a.cause != b.cause and self._explains(a, b):
-                return f"{a.cause} and {b.cause}", f"{a.words} and {b.words}"
-        return None
+
+Attempt = Callable[[], tuple[str, str] | None]
+"""Tries to explain the steps: returns a cause, and what the port does in words."""
+
+
+def _made(attempt: Attempt) -> Explanation[tuple[str, str]] | None:
+    found = attempt()
+    return found and Explanation(found)
 
 
 def _rates_in_words(theirs: Sequence[float], mine: Sequence[float]) -> str:

@@ -34,6 +34,7 @@ from gradcheck_suite.core.frames import Owner, owner_of
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.loops.ranks import is_counted
 from gradcheck_suite.run.instance import Instance, as_changed, instance_of, leaves
+from gradcheck_suite.run.losses import LossRecorder
 from gradcheck_suite.run.observer import Evaluation, Observation, same_tree
 from gradcheck_suite.run.processes import (
     STARTUP_S,
@@ -93,6 +94,7 @@ class Request:
         scale: factor of the loss.
         item_counts: what each item counts, in place of the case's own counts; None for these.
         count_traffic: whether to count the collectives of the run.
+        record_losses: whether each rank records what it computes its losses from.
     """
 
     loop: Importable
@@ -103,6 +105,7 @@ class Request:
     scale: float = 1.0
     item_counts: tuple[float, ...] | None = None
     count_traffic: bool = False
+    record_losses: bool = False
 
 
 @dataclass(frozen=True)
@@ -586,6 +589,7 @@ def run_ranks(
     *,
     time_limit_s: float | None = DEFAULT_TIME_LIMIT,
     count_traffic: bool = False,
+    record_losses: bool = False,
 ) -> list[Outcome]:
     """Run a loop on an instance, on each rank of its plan, and return what each did.
 
@@ -596,6 +600,8 @@ def run_ranks(
         instance: what it trains.
         time_limit_s: seconds after which it is stopped.
         count_traffic: whether to count the collectives, which takes longer; one rank has none.
+        record_losses: whether to record what the losses are computed from, which takes longer; a
+            loop of JAX has no such record.
 
     Raises:
         UsageError: the ranks cannot import the loop.
@@ -609,12 +615,13 @@ def run_ranks(
 
         return run_jax_loop(loop, instance, time_limit_s=time_limit_s)
     if case.plan.world_size == 1:
-        return [run_loop(loop, instance, time_limit_s=time_limit_s)]
+        return [_run_loop(loop, instance, record_losses=record_losses, time_limit_s=time_limit_s)]
     request = replace(
         _request(loop, case, instance.users_problem),
         scale=instance.scale,
         item_counts=instance.item_counts,
         count_traffic=count_traffic,
+        record_losses=record_losses,
     )
     with kept_ranks():
         pool = pool_of(case.plan.world_size, case.device)
@@ -627,6 +634,23 @@ def run_ranks(
             # loop that ends its process by itself does it again
             outcomes = pool.run(request, time_limit_s)
         return with_all_parts(outcomes)
+
+
+def _run_loop(
+    loop: Loop,
+    instance: Instance,
+    *,
+    record_losses: bool,
+    time_limit_s: float | None,
+    rank: int = 0,
+) -> Outcome:
+    """Run a loop in this process, as one rank, and record its losses if that is wanted."""
+    if not record_losses:
+        return run_loop(loop, instance, time_limit_s=time_limit_s, rank=rank)
+    recorder = LossRecorder(instance, rank)
+    with recorder.counting_steps():
+        outcome = run_loop(loop, recorder.instance, time_limit_s=time_limit_s, rank=rank)
+    return replace(outcome, losses=recorder.losses())
 
 
 def run_ranks_ahead(loop: Loop, case: Case, problem: Problem | None) -> None:
@@ -734,7 +758,9 @@ def _answer(request: Request, rank: int) -> Reply:
     try:
         with quiet_loops(request.quiet), counted_collectives(request.count_traffic) as collectives:
             # the parent keeps the time: it also sees a rank that waits inside a collective
-            outcome = run_loop(loop, instance, time_limit_s=None, rank=rank)
+            outcome = _run_loop(
+                loop, instance, record_losses=request.record_losses, time_limit_s=None, rank=rank
+            )
     except CannotRunHere as error:
         return Reply(None, str(error), cannot_run=True)
     outcome.collectives.update(collectives)

@@ -21,6 +21,7 @@ from gradcheck_suite.core.frames import Owner, is_users, owner_of
 from gradcheck_suite.core.text import file_text
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.run.instance import AutocastRecorder, Compute, Instance, epoch_of, seeded
+from gradcheck_suite.run.losses import Losses
 from gradcheck_suite.run.observer import (
     Observation,
     Observer,
@@ -190,6 +191,7 @@ class Outcome:
         alike: whether all of several ranks had the same gradients, to the bit, at each step.
         keeps_non_finite: whether `optax.MultiSteps` accumulates, which keeps a NaN or an infinity
             for ever.
+        losses: what this rank computed its losses from; None where that was not recorded.
     """
 
     observations: list[Observation]
@@ -214,6 +216,7 @@ class Outcome:
     collectives: dict[tuple[str, int], int] = field(default_factory=dict)
     alike: bool = False
     keeps_non_finite: bool = False
+    losses: Losses | None = None
 
 
 class Ending(TypedDict):

@@ -36,6 +36,14 @@ def add_arguments(parser: parsers.Parser) -> None:
     parsers.add_number(parser, "--seeds", DEFAULT_SEEDS, "runs per bug", metavar=None)
     parsers.add_number(parser, "--examples", DEFAULT_EXAMPLES, "cases per run", metavar=None)
     parsers.add_number(parser, "--seed", 0, "of the first run", parsers.seed, None)
+    parser.add_argument(
+        "--counts",
+        action="store_true",
+        help=(
+            "only count after how many drawn cases each run finds its bug, with a record per bug:"
+            " no diagnosis, no smaller case, no sound loop"
+        ),
+    )
     sound = "cases for each sound loop, none of which may be blamed; 0 runs no sound loop"
     parsers.add_number(parser, "--sound-cases", DEFAULT_SOUND_CASES, sound, parsers.natural, None)
     parser.add_argument(
@@ -64,6 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
         return exit_status.HOLDS
     parsers.expect_writable(arguments.reports, json=arguments.json)
     environment.prepare()
+    if arguments.counts:
+        return _count(arguments, bugs)
     from studies.zoo.scoreboard import HEADER, line, summary
 
     about = environment.environment()
@@ -95,6 +105,30 @@ def run(arguments: argparse.Namespace) -> int:
     )
     findings = any(result.findings for result in sound)
     return exit_status.status_of(violated=violated, findings=findings, interrupted=interrupted)
+
+
+def _count(arguments: argparse.Namespace, bugs: list[Bug]) -> int:
+    """Count the cases until each bug is found; print and record a line for each as it comes."""
+    from gradcheck_suite.run.ranks import kept_ranks
+    from studies.zoo.scoreboard import count_cases, counts_line
+
+    about = environment.environment()
+    seeds = range(arguments.seed, arguments.seed + arguments.seeds)
+    missed = interrupted = False
+    print(f"{'bug':<40} median   most  each of seeds {seeds.start} to {seeds.stop - 1}", flush=True)
+    try:
+        with kept_ranks():
+            for bug in bugs:
+                counts = count_cases(bug, seeds, examples=arguments.examples)
+                missed |= None in counts.cases
+                print(counts_line(counts), flush=True)
+                # each by itself, so that a run in parts is one whole in the end
+                append_record(
+                    arguments.reports, KINDS["zoo-count"], counts.to_json(), environment=about
+                )
+    except KeyboardInterrupt:
+        interrupted = True
+    return exit_status.status_of(violated=missed, findings=False, interrupted=interrupted)
 
 
 def chosen(names: list[str]) -> list[Bug]:

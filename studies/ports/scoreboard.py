@@ -165,8 +165,8 @@ def outputs(one: Architecture, variant: str, dtype: str) -> list[tuple[Array, Ar
 
     tensors = [torch.as_tensor(np.asarray(a)) for a in pair.inputs]
     tensors = [a.to(torch_dtype) if a.is_floating_point() else a for a in tensors]
-    with torch.no_grad():
-        ours = [a.double().numpy() for a in flat_output(module(*tensors, **pair.kwargs))]
+    outs = flat_output(module(*tensors, **pair.kwargs))  # a module may take gradients itself
+    ours = [a.detach().double().numpy() for a in outs]
     model = JaxModel(pair)
     with jax.enable_x64(dtype == "float64"):
         theirs, _ = model.call(
@@ -176,7 +176,8 @@ def outputs(one: Architecture, variant: str, dtype: str) -> list[tuple[Array, Ar
             np.asarray(a.astype(jnp.float32) if dtype == "bfloat16" else a)
             for a in flat_output(theirs)
         ]
-    return [(a, b.astype(np.float64)) for a, b in zip(ours, arrays, strict=True)]
+    none = [np.zeros(0)] * (len(ours) - len(arrays))  # what is compared with nothing differs
+    return [(a, b.astype(np.float64)) for a, b in zip(ours, [*arrays, *none], strict=True)]
 
 
 def largest_difference(one: Architecture, variant: str, dtype: str) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from studies.ports import attention, images, losses, sequences
+from studies.ports import attention, images, losses, reported, sequences
 from studies.ports.planted import ARCHITECTURES
 
-__all__ = ["ARCHITECTURES", "attention", "images", "losses", "sequences"]
+__all__ = ["ARCHITECTURES", "attention", "images", "losses", "reported", "sequences"]

@@ -244,7 +244,7 @@ def test_records_are_made_of_a_commit_alone(tmp_path, monkeypatch):
     [
         (ROOT / "gradcheck_suite" / "auditing" / "context.py", {"audit", "public-script"}),
         (ROOT / "studies" / "claims.py", {"claim"}),
-        (ROOT / "studies" / "zoo" / "bug.py", {"zoo"}),
+        (ROOT / "studies" / "zoo" / "bug.py", {"zoo", "zoo-count"}),
         (
             ROOT / "gradcheck_suite" / "loops" / "reset_modes.py",
             {"benchmark", "claim", "gpu", "memory", "traffic", "verify"},
@@ -262,6 +262,7 @@ def test_records_are_made_of_a_commit_alone(tmp_path, monkeypatch):
                 "trainer",
                 "verify",
                 "zoo",
+                "zoo-count",
             },
         ),
     ],

@@ -321,6 +321,91 @@ def _rivals(bug: Bug, violation: Violation | None) -> dict[str, bool]:
     return {name: name in failed for name in RIVALS}
 
 
+# After how many cases each seed finds a bug: what the rarest ones say of what is drawn.
+
+
+@dataclass(frozen=True)
+class CaseCounts:
+    """After how many drawn cases a bug is found, without its name and without shrinking.
+
+    Attributes:
+        bug: the bug.
+        seeds: of the runs.
+        cases: for each seed the number of drawn cases until one showed the bug, 0 where a weight
+            probe does; None where none of `examples` cases did.
+        examples: cases per run.
+    """
+
+    bug: Bug
+    seeds: tuple[int, ...]
+    cases: tuple[int | None, ...]
+    examples: int
+
+    @property
+    def most(self) -> int:
+        """The largest number; one more than the cases of a run where a run missed the bug."""
+        return max(self.examples + 1 if number is None else number for number in self.cases)
+
+    @property
+    def middle(self) -> float:
+        """The median number."""
+        return median(self.examples + 1 if number is None else number for number in self.cases)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the counts as JSON-ready data."""
+        return {
+            "bug": self.bug.name,
+            "ranks": self.bug.ranks,
+            "examples": self.examples,
+            "seeds": list(self.seeds),
+            "cases": list(self.cases),
+        }
+
+
+def count_cases(bug: Bug, seeds: Sequence[int], *, examples: int) -> CaseCounts:
+    """Count for each seed the drawn cases until one shows a bug."""
+    counts: list[int | None] = []
+    for seed in seeds:
+        counts.append(_cases_until_found(bug, seed, examples))
+        if counts == [0]:
+            # the weight probes are the same whatever the seed
+            counts *= len(seeds)
+            break
+    return CaseCounts(bug, tuple(seeds), tuple(counts), examples)
+
+
+def _cases_until_found(bug: Bug, seed: int, examples: int) -> int | None:
+    found = False
+
+    def stop_at_the_first(verdict: Verdict) -> None:
+        nonlocal found
+        if verdict.violation is not None:
+            found = True
+            # as from the keyboard: `verify` then returns what it has, and shrinks nothing
+            raise KeyboardInterrupt
+
+    options = VerifyOptions(
+        jax=XLA,
+        examples=examples,
+        seed=seed,
+        dtype=None if is_jax(bug.loop) else OWN_DTYPE,
+        assumes=bug.assumes,
+        ranks=bug.ranks,
+    )
+    result = _verify(bug, options, stop_at_the_first)
+    # a violation of a probe has no drawn case before it, and is known without the progress
+    found = found or result.violation is not None
+    if result.interrupted and not found:
+        raise KeyboardInterrupt
+    return result.cases if found else None
+
+
+def counts_line(counts: CaseCounts) -> str:
+    """Return a bug's line: the median and the largest number, and that of each seed."""
+    each = " ".join("-" if number is None else str(number) for number in counts.cases)
+    return f"{counts.bug.name:<40} {counts.middle:>6g} {counts.most:>6}  {each}"
+
+
 # The scoreboard on a terminal.
 
 

@@ -99,7 +99,49 @@ class Sign(torch.autograd.Function):
     def backward(ctx, g):
         return g
 """
+HARD_SWISH = """
+class HardSwish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * (x + 3).clamp(0, 6) / 6
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        inner = (2 * x + 3) / 6
+        return g * torch.where(x > 3, torch.ones_like(x), {inner})
+class Activation(torch.nn.Module):
+    def forward(self, x):
+        return HardSwish.apply(x)
+"""
+THROUGH = """
+class Clamped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clamp(-1, 1)
+    @staticmethod
+    def backward(ctx, g):
+        return g
+class Activation(torch.nn.Module):
+    def forward(self, x):
+        return Clamped.apply(x)
+"""
+IN_BETWEEN = "torch.nn.Sequential(torch.nn.Linear(3, 8), Activation(), torch.nn.Linear(8, 1))"
 FUNCTIONS = {
+    "faulty_slope_of_a_part": violated(
+        "wrong-backward",
+        "model(5 * torch.randn(9, 3)).square().mean().backward()",
+        before=HARD_SWISH.format(inner="inner"),
+        model=IN_BETWEEN,
+    ),
+    "sound_slope_of_a_part": holds(
+        "model(5 * torch.randn(9, 3)).square().mean().backward()",
+        before=HARD_SWISH.format(inner="torch.where(x < -3, torch.zeros_like(x), inner)"),
+        model=IN_BETWEEN,
+    ),
+    "sound_straight_through_a_clamp": holds(
+        "model(5 * torch.randn(9, 3)).square().mean().backward()", before=THROUGH, model=IN_BETWEEN
+    ),
     "faulty_weight_outside": violated(
         "wrong-backward",
         "Product.apply(model(torch.randn(5, 3)), w).square().mean().backward()",
@@ -583,6 +625,15 @@ class Annealed(torch.nn.Module):
         self.calls += 1
         return self.linear(x) * (1 + 1 / self.calls)
 """
+WRITTEN_BESIDE = {
+    "faulty_written_beside_max_norm": violated(
+        "stale-parameters",
+        "(model(torch.randint(0, 7, (5,))).square().mean() / 2).backward()\n"
+        "model[1].weight.data.mul_(0.9)",
+        model="torch.nn.Sequential(torch.nn.Embedding(7, 3, max_norm=0.5), torch.nn.Linear(3, 1))",
+        passes=2,
+    ),
+}
 UNUSUAL = {
     "sound_gradcache": holds(
         "pass",
@@ -622,6 +673,12 @@ model(torch.randn(5, 3)).square().mean().backward()
         "        self.head.weight = self.table.weight\n"
         "    def forward(self, x):\n        return self.head(self.table(x).tanh())\n",
         model="Tied()",
+        passes=2,
+    ),
+    # the forward writes these rows of the table itself, at every micro-batch
+    "sound_max_norm": holds(
+        "(model(torch.randint(0, 7, (5,))).square().mean() / 2).backward()",
+        model="torch.nn.Sequential(torch.nn.Embedding(7, 3, max_norm=0.5), torch.nn.Linear(3, 1))",
         passes=2,
     ),
     "sound_counting": holds(
@@ -763,6 +820,31 @@ UNEXPLAINED = {
     ),
 }
 """Differences for which nothing that is measured is the cause."""
+NEXT_LOSS = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(6, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+def loss_of_next():
+    return (model(torch.randn(5, 6)) - 1).square().mean()
+loss = loss_of_next()
+for step in range(8):
+    loss.backward()
+    {before}
+    optimizer.step()
+    optimizer.zero_grad()
+    {after}
+"""
+AHEAD = {
+    "faulty_next_loss_before_the_step": Script(
+        NEXT_LOSS.format(before="loss = loss_of_next()", after="pass"),
+        "violated",
+        ("stale-parameters",),
+    ),
+    "sound_next_loss_after_the_step": Script(
+        NEXT_LOSS.format(before="pass", after="loss = loss_of_next()"), "holds"
+    ),
+}
 EVIDENCE = {
     **FUNCTIONS,
     **CASTS,
@@ -771,6 +853,8 @@ EVIDENCE = {
     **CHECKPOINTS,
     **EDITS,
     **OF_HANDS,
+    **WRITTEN_BESIDE,
     **UNUSUAL,
     **UNEXPLAINED,
+    **AHEAD,
 }

@@ -55,7 +55,7 @@ def test_the_first_window_and_every_third_after_it(tmp_path, scripts):
     path, script = tmp_path / "r.json", str(scripts / "sound_halved.py")
     for options, expected in (
         (["--every", "3"], {"in one batch": 2}),
-        (["--every", "1"], {"in one batch": 4}),
+        (["--every", "1"], {"in one batch": 3, "one micro-batch of each in turn": 1}),
         (["--without", "batch"], {}),
         (["--every", "10", "--without", "weights", "--without", "sums"], {"in one batch": 1}),
         ([], {"in one batch": 3}),

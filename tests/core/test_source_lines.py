@@ -10,6 +10,7 @@ import re
 
 import pytest
 
+from gradcheck_suite.core.faults import FIX, remedy_of
 from gradcheck_suite.core.results import Violation
 from gradcheck_suite.core.source_lines import loop_places, loop_source
 
@@ -174,6 +175,14 @@ def test_each_line_is_what_its_comment_says(text, diagnosis, kind, tmp_path, mon
         field: [int(place.rpartition(":")[2])] if (place := found.get(field)) else []
         for field in FIELDS
     } == wanted
+
+
+@pytest.mark.parametrize("cause", ["", "average", "sent-again"])
+def test_a_reset_is_not_to_change_where_the_gradient_is_wrong_for_another_cause(cause, tmp_path):
+    remedy = remedy_of("stale-window", [cause])
+    violation = Violation("gradient", "stale-window", f"planted{FIX}{remedy}")
+    found = loop_places(loop_of(RESETS, tmp_path), violation)
+    assert ("to_change" in found) == (not cause)
 
 
 @pytest.mark.parametrize(

@@ -628,3 +628,31 @@ def test_nothing_is_recorded_of_ranks_where_no_run_is_left():
     instance = generated_instance(probe_case(Plan((1, 1), 1, ranks=(1, 1))))
     _, outcome = run_recorded(LoopRunner(MODES["set_to_none"], max_runs=0), instance)
     assert outcome is None
+
+
+def _keeps_the_last_batch(run):
+    last = []
+    for window in windows(run):
+        run.optimizer.zero_grad()
+        total = window_count(run, window)
+        for batch in [*last, *window]:
+            loss = run.loss(run.model, batch)
+            (loss * run.count(batch) / total).backward()
+        last = window[-1:]
+        run.optimizer.step()
+
+
+def _keeps_the_gradient(run):
+    for window in windows(run):
+        backward_window(run, window)
+        run.optimizer.step()
+
+
+@pytest.mark.parametrize("loop", [_keeps_the_last_batch, _keeps_the_gradient])
+def test_a_micro_batch_that_is_sent_again_is_told_from_a_gradient_that_is_left(loop):
+    found = check(loop, Case(SPEC, Plan((1, 2, 3, 2), 2), seed=1)).violation
+    assert found is not None
+    assert found.diagnosis == "stale-window", found.explanation
+    again = loop is _keeps_the_last_batch
+    assert ("the losses of micro-batches 1 are sent backward" in found.explanation) == again
+    assert ("reset once after every step" in found.explanation) != again

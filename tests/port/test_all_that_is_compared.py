@@ -233,7 +233,9 @@ def test_another_order_of_an_axis_is_read_off(order, cause):
     torch.manual_seed(0)
     apply = lambda p, x: conv(p, "b", conv(p, "a", x, 3, 0)[:, jnp.array(order)], 6, 1)  # noqa: E731 - one use
     result = judged(pair_of(Shuffle(), apply, (drawn(2, 6, 5),)))
-    assert [(f.place, f.cause) for f in result.differences] == [("b", c) for c in [cause] if c]
+    # the inverse is of the shuffle itself; another order is seen where it is read
+    place = "" if order == (0, 3, 1, 4, 2, 5) else "b"
+    assert [(f.place, f.cause) for f in result.differences] == [(place, c) for c in [cause] if c]
 
 
 class Filter(nn.Module):

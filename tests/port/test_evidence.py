@@ -20,9 +20,10 @@ from gradcheck_suite.port.judge import Judge
 from gradcheck_suite.port.matching import Matching, Side, only_moves
 from gradcheck_suite.port.mistakes import FORMULAS
 from gradcheck_suite.port.number_sets import Numbers, error
+from gradcheck_suite.port.running_statistics import STATISTICS
 from gradcheck_suite.port.search import Repairs, Search, Witness, in_every_layer
 from gradcheck_suite.port.torch_program import Ref, TorchProgram, TorchRun
-from gradcheck_suite.port.updates import _FORMS, _VALUES
+from gradcheck_suite.port.updates import FORMS, VALUES
 from tests.port.pairs import rotary
 
 WHOLE = Budget(until=1e12)
@@ -123,7 +124,7 @@ def test_a_change_of_one_layer_is_that_of_all():
 
 
 def test_every_cause_that_is_tried_is_in_the_table():
-    tried = {r.cause for r in FORMULAS} | {cause for cause, *_ in _VALUES} | {f[1] for f in _FORMS}
+    tried = {row.cause for row in (*FORMULAS, *VALUES, *FORMS, *STATISTICS)}
     assert {part for cause in tried for part in cause.split(" and ")} <= CAUSES.keys()
     assert all(cause.meaning and cause.remedy for cause in CAUSES.values())
 

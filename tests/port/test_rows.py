@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812 - as torch's documents call it
 from torch import nn
 
 from gradcheck_suite.port.changes import RAISED, Given, NoArgumentError
-from gradcheck_suite.port.mistakes import FORMULAS, _each_value, _fitting, is_activation
+from gradcheck_suite.port.mistakes import FORMULAS, is_activation, rows_of
 from gradcheck_suite.port.search import Repairs
 from gradcheck_suite.port.torch_program import Call, TorchProgram, fill, flat
 
@@ -147,7 +147,7 @@ def recorded() -> list[tuple[Call, Any, Any, Any]]:
 
 def computes_otherwise(row: Any, value: Any, given: Given, results: list[Any]) -> bool:
     try:
-        made = flat(row.value(given, value))
+        made = flat(row.make(given, value))
     except RAISED:
         return False
     return any(
@@ -158,18 +158,18 @@ def computes_otherwise(row: Any, value: Any, given: Given, results: list[Any]) -
 
 
 @pytest.mark.parametrize(
-    "number", range(len(FORMULAS)), ids=[f"{r.cause} of {r.operations}"[:50] for r in FORMULAS]
+    "number", range(len(FORMULAS)), ids=[f"{r.cause} of {r.where}"[:50] for r in FORMULAS]
 )
 def test_every_row_fires(number):
     row = FORMULAS[number]
     for call, args, kwargs, results in recorded():
-        if row not in _fitting(call.name, is_activation(call)):
+        if row not in rows_of(call.name, is_activation(call)):
             continue
         given = Given(call, args, kwargs)
-        for value in _each_value(row.values, given, results[0]):
+        for value in row.values(given, results[0]):
             if computes_otherwise(row, value, given, results):
                 return
-    pytest.fail(f"no call at which {row.cause!r} of {row.operations} gives another result")
+    pytest.fail(f"no call at which {row.cause!r} of {row.where} gives another result")
 
 
 def test_a_misspelt_argument_of_an_overload_is_told_from_one_of_python():

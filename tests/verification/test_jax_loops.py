@@ -359,7 +359,7 @@ OF_TORCH = re.compile(
 OF_TORCHS = (
     *("not-reduced", "ranks", "wrong-mode", "stolen-buffer", "wrong-backward", "deadlock"),
     *("other-optimizer", "handed-over", "between-passes", "zeros", "scaler", "exception"),
-    *("same-data", "written", "casts", "module-hook"),
+    *("same-data", "written", "casts", "module-hook", "sent-again"),
 )
 """Faults, and causes, of loops of torch alone."""
 

@@ -13,7 +13,7 @@ from gradcheck_suite.auditing.jax.windows import (
     Step,
     Window,
 )
-from gradcheck_suite.auditing.sums import StepFault
+from gradcheck_suite.auditing.rules import StepFault
 from gradcheck_suite.core.findings import finding
 from gradcheck_suite.core.text import counted
 

@@ -30,7 +30,7 @@ from gradcheck_suite.auditing.jax.windows import (
     select,
 )
 from gradcheck_suite.auditing.places import Place
-from gradcheck_suite.auditing.sums import StepFault
+from gradcheck_suite.auditing.rules import StepFault
 from gradcheck_suite.core.findings import finding
 
 Shapes = tuple[tuple[int, ...], ...]

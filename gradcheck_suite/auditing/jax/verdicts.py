@@ -14,7 +14,7 @@ from gradcheck_suite.auditing.jax.windows import (
     Window,
 )
 from gradcheck_suite.auditing.places import Place
-from gradcheck_suite.auditing.sums import StepFault
+from gradcheck_suite.auditing.rules import StepFault
 from gradcheck_suite.auditing.weighing import Pending, Weighed, judge_weights, violation_of
 from gradcheck_suite.core.faults import FAULTS, FIX, names_of, remedy_of
 from gradcheck_suite.core.findings import Found, finding

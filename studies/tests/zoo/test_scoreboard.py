@@ -9,7 +9,8 @@ import torch
 
 from gradcheck_suite import Problem
 from studies.zoo import BUGS
-from studies.zoo.scoreboard import Row, line, run_bug
+from studies.zoo.bug import train_soundly
+from studies.zoo.scoreboard import CaseCounts, Row, count_cases, counts_line, line, run_bug
 
 
 @pytest.fixture(scope="module")
@@ -70,3 +71,29 @@ def test_what_cannot_be_judged_is_not_within_rounding():
     )
     row = run_bug(replace(BUGS["no-divide"], problem=problem), [0], examples=2, dtype="float16")
     assert (row.found, row.within, row.passed) == (0, 0, False)
+
+
+def test_a_bug_that_a_probe_shows_is_found_after_no_case_whatever_the_seed():
+    counts = count_cases(BUGS["no-divide"], range(3), examples=20)
+    assert counts.cases == (0, 0, 0)
+    assert (counts.middle, counts.most) == (0, 0)
+
+
+def test_a_bug_of_some_models_alone_is_found_after_as_many_cases_as_a_run_says():
+    bug = BUGS["biases-are-not-reset"]
+    counts = count_cases(bug, [4], examples=60)
+    run = run_bug(bug, [4], examples=60).runs[0]
+    assert run.violation is not None
+    assert counts.cases == (run.violation.found_after,)
+
+
+def test_a_run_that_shows_nothing_counts_as_more_than_all_its_cases():
+    sound = replace(BUGS["no-divide"], loop=train_soundly)
+    counts = count_cases(sound, [0], examples=3)
+    assert counts.cases == (None,)
+    assert (counts.middle, counts.most) == (4, 4)
+
+
+def test_the_counts_of_a_bug_are_one_line():
+    counts = CaseCounts(BUGS["no-divide"], (0, 1, 2), (4, None, 7), 20)
+    assert counts_line(counts).split() == ["no-divide", "7", "21", "4", "-", "7"]
