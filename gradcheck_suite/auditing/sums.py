@@ -28,6 +28,7 @@ from gradcheck_suite.auditing.places import (
     is_edit,
     is_given_up,
     is_reset,
+    is_skipped,
     is_tried,
     lines_between,
 )
@@ -131,12 +132,34 @@ def _other_steps(window: StepWindow, index: int) -> Sequence[int]:
 
 
 def _is_written_over(e: E) -> Found:
-    """Ask whether a result of `torch.autograd.grad` is written over by the next one of its line."""
+    """Ask whether a result of `torch.autograd.grad` is written over by the next one of its line:
+    the last one alone is there.
+    """
+    there, gone = _results(e)
+    if not there or not gone or len(there) > 1 or max(gone) > there[0]:
+        return None
+    return _at_places(e, gone)
+
+
+def _is_left_out(e: E) -> Found:
+    """Ask whether some results of one line are put into `.grad`, and others are not."""
+    there, gone = _results(e)
+    return _at_places(e, gone) if there and gone else None
+
+
+def _results(e: E) -> tuple[Columns, Columns]:
+    """Return the results of `torch.autograd.grad` that are in `.grad` and those that are not, of
+    lines that have both.
+    """
     is_there = np.abs(e.mean) > 1e-3
     there = columns_of(e.by_hand & is_there)
     gone = columns_of(e.by_hand & ~is_there)
     both = e.places(there) & e.places(gone)
-    return Sighting(more=f" ({', '.join(sorted(map(str, both)))})") if both else None
+    return [j for j in there if e.places([j]) & both], [j for j in gone if e.places([j]) & both]
+
+
+def _at_places(e: E, columns: Columns) -> Sighting:
+    return Sighting(more=f" ({', '.join(sorted(map(str, e.places(columns))))})")
 
 
 def _is_torn(e: E) -> Found:
@@ -463,14 +486,25 @@ def _is_rest(e: E) -> bool:
 def _is_begun_anew(e: E) -> Found:
     """Ask whether a window was begun anew on purpose.
 
-    What is left is a whole mean: the rest of a window that is reset inside would weigh less.
+    What is left is as many passes as windows have in which nothing is missing, or a whole mean: the
+    rest of a window that is reset inside would be fewer, and weigh less.
     """
     if not e.lost or len(e.kept) < 2 or not _comes_first(e):
         return None
-    window = e.window
-    if not is_tried(e.pass_of(max(e.lost)).site) or not weigh_one(window, used_of(window)):
+    if len(e.kept) != e.history.typical_k and not _is_whole_mean_after_leaving(e):
         return None
     return Sighting({"reset": _resets(e, e.lost) or ""}, where=_at_step(e))
+
+
+def _is_whole_mean_after_leaving(e: E) -> bool:
+    """Return whether the program goes on elsewhere after the reset, and what it then steps on weighs
+    as a whole mean.
+    """
+    change = _resets(e, e.lost)
+    leaves = change is not None and change.line is not None and is_skipped(change.line)
+    if not leaves and not is_tried(e.pass_of(max(e.lost)).site):
+        return False
+    return weigh_one(e.window, used_of(e.window))
 
 
 def _is_cut_off(e: E) -> Found:
@@ -972,6 +1006,12 @@ _WHOLE = in_order(
         "reset-inside-window",
         _is_written_over,
         "results of `torch.autograd.grad` are written over",
+    ),
+    Rule[E](
+        "left out",
+        "dropped-micro-batch",
+        _is_left_out,
+        "some results of `torch.autograd.grad` are not in the gradient that is put together from them",
     ),
     Rule[E](
         "torn",
