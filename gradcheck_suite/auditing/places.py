@@ -435,12 +435,21 @@ def _between(number: int, before: list[int], after: list[int]) -> set[int]:
 _LINE = re.compile(r'File "(?P<file>.+?)", line (?P<line>\d+)')
 
 
-def in_trace(entries: Iterable[str]) -> str | None:
-    """Return the innermost place of the user's own files in a formatted stack, or None."""
+def in_trace(entries: Iterable[str], *, through_libraries: bool = True) -> str | None:
+    """Return the innermost place of the user's own files in a formatted stack, or None.
+
+    Args:
+        entries: the stack, outermost frame first.
+        through_libraries: whether what a library does that a line of the user's has called is at
+            that line; else it is at none.
+    """
     for entry in reversed(list(entries)):
         found = _LINE.search(entry)
-        if found is not None and _kind_of_file(found["file"]) == "user":
+        kind = "skip" if found is None else _kind_of_file(found["file"])
+        if found is not None and kind == "user":
             return f"{shown(found['file'])}:{found['line']}"
+        if kind == "library" and not through_libraries:
+            return None
     return None
 
 
