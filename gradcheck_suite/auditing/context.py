@@ -19,13 +19,13 @@ from typing import IO, Any, Literal
 
 import torch
 
-from gradcheck_suite.auditing.custom_functions import (
-    NOT_SEEN,
+from gradcheck_suite.auditing.custom_functions import NOT_SEEN
+from gradcheck_suite.auditing.events import Event, Gap, PassRecord, settle
+from gradcheck_suite.auditing.function_calls import (
     CallsOfProgram,
     FunctionKey,
     statement_of,
 )
-from gradcheck_suite.auditing.events import Event, Gap, PassRecord, settle
 from gradcheck_suite.auditing.jax_opinion import JaxOpinion, ask_jax, kept_calls
 from gradcheck_suite.auditing.judge import ORPHANS, Judge
 from gradcheck_suite.auditing.mode_changes import ModeChanges
@@ -848,8 +848,12 @@ class TorchAudit:
     def _alone(self) -> Iterator[None]:
         """Record nothing, and keep the program's gradients out of reach."""
         own = [known.reference() for known in self._recorder.parameters.values()]
-        with self._recorder.mute(), without_gradients([p for p in own if p is not None]):
-            yield
+        self._outside.is_muted = True
+        try:
+            with self._recorder.mute(), without_gradients([p for p in own if p is not None]):
+                yield
+        finally:
+            self._outside.is_muted = False
 
     def _judge_draws(self, window: StepWindow) -> None:
         """Judge what modules drew when a backward called them again."""

@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import sysconfig
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -237,15 +238,28 @@ def is_given_up(line: str) -> bool:
     """Return whether the statement at `file:line` is followed, under the same condition, by one
     that leaves the loop.
     """
+    return _is_followed_by(line, _LEAVES)
+
+
+def is_skipped(line: str) -> bool:
+    """Return whether the statement at `file:line` is followed, under the same condition, by one that
+    goes on with the next round of the loop.
+    """
+    return _is_followed_by(line, ast.Continue)
+
+
+def _is_followed_by(line: str, wanted: type[ast.stmt] | types.UnionType) -> bool:
     file, _, number = line.rpartition(":")
     suites = (suite for node in ast.walk(_tree(file)) for suite in _conditional(node))
-    return any(_is_left_after(int(number), suite) for suite in suites)
+    return any(_comes_after(int(number), suite, wanted) for suite in suites)
 
 
-def _is_left_after(number: int, suite: list[ast.stmt]) -> bool:
-    """Return whether a line is one of some statements, and a later one of these leaves the loop."""
+def _comes_after(
+    number: int, suite: list[ast.stmt], wanted: type[ast.stmt] | types.UnionType
+) -> bool:
+    """Return whether a line is one of some statements, and a later one of these is of some kind."""
     is_here = any(one.lineno <= number <= (one.end_lineno or number) for one in suite)
-    return is_here and any(one.lineno > number and isinstance(one, _LEAVES) for one in suite)
+    return is_here and any(one.lineno > number and isinstance(one, wanted) for one in suite)
 
 
 def _conditional(node: ast.AST) -> list[list[ast.stmt]]:

@@ -19,7 +19,9 @@ which no cause was measured is `unexplained-difference`: the window is not judge
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -29,13 +31,14 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from gradcheck_suite.auditing.custom_functions import (
-    LEAST,
+from gradcheck_suite.auditing.custom_functions import LEAST, FunctionReport, judge_function
+from gradcheck_suite.auditing.function_calls import (
+    Call,
     CallsOfProgram,
     FunctionKey,
-    FunctionReport,
     first_calls,
-    judge_function,
+    given_copies,
+    name_of,
     statement_of,
 )
 from gradcheck_suite.auditing.modes import AsBefore
@@ -582,8 +585,12 @@ SENTENCES = {
         "autocast keeps the parameters of an earlier step, cast to {dtype}, since its context is"
         " not left between the step and the next call"
     ),
-    "wrong-backward": "the backward of custom function {name} is wrong: {fault} of its forward",
+    "wrong-backward": "the backward of custom function {name} is wrong: {fault}",
 }
+WRITES = (
+    "its forward writes to a tensor that it is given and does not declare it by `mark_dirty`, and"
+    " the backward of another function reads what it wrote"
+)
 NOT_CALLED = (
     "its backward was not checked, since no call of it was seen when the window was computed again"
 )
@@ -1228,18 +1235,51 @@ def _judge_functions(
     }
     if not new or asked.is_faulty:
         return
-    with first_calls(new.keys()) as calls:
+    # a number that a forward computes is another one then; some functions expect their gradient
+    how = How(seed=0, scale=1.0)
+    with first_calls(new.keys()) as found:
         for part in parts:
-            if any({kind, made}.isdisjoint(calls) for kind, made in new.items()):
-                # a number that a forward computes is another one then
-                replay(part.forward, part.forward.arguments, part.cotangents, How(seed=0))
-    missed = {made: kind for kind, made in new.items() if {kind, made}.isdisjoint(calls)}
+            replay(part.forward, part.forward.arguments, part.cotangents, how)
+    missed = {made: kind for kind, made in new.items() if not (found.get(kind) or found.get(made))}
     # a class that is made anew each time may hold tensors: its statement is known in its place
-    asked.known.update(calls, missed)
+    asked.known.update(found, missed)
+    asked.known.update((key, one) for key, each in found.items() for one in each)
+    calls = [call for each in found.values() for call in each.values()]
     with quiet(), AsBefore(parts[0].forward.on):
-        verdicts = [judge_function(call) for call in calls.values()]
+        verdicts = [judge_function(call) for call in calls]
     verdicts += [FunctionReport(kind.__name__, note=NOT_CALLED) for kind in missed.values()]
+    with contextlib.suppress(Exception):  # they cannot be called with copies
+        verdicts += _written(parts, calls)
     blame_functions(verdicts, result)
+
+
+def _written(parts: Sequence[Part], calls: Iterable[Call]) -> Iterable[FunctionReport]:
+    """Judge functions that write to a tensor that they are given, and do not declare it.
+
+    The window is computed again with copies in its place: where that is another gradient, the
+    backward of another function has read what was written.
+    """
+    writing = defaultdict[Any, set[int]](set)
+    for call in calls:
+        if call.wrote:
+            writing[call.kind].update(call.wrote)
+    if not writing:
+        return []
+    how = How(scale=1.0)
+    own, _ = by_micro_batch(parts, how)
+    with given_copies(writing):
+        other, _ = by_micro_batch(parts, how)
+    size = math.hypot(*map(norm, other.gradients.values()))
+    off = math.hypot(
+        *(
+            norm(add_gradients(own.gradients[key], -gradient))
+            for key, gradient in other.gradients.items()
+            if key in own.gradients
+        )
+    )
+    if not off > LEAST * size:
+        return []
+    return [FunctionReport(name_of(kind), WRITES, error=off / size) for kind in writing]
 
 
 def blame_functions(verdicts: Iterable[FunctionReport], result: Recomputed) -> None:
@@ -1275,10 +1315,12 @@ def judge_calls_of_program(
     result = Recomputed()
     if calls.has_calls:
         with quiet():
-            verdicts = calls.judged()
+            verdicts = [judge_function(call) for call in calls.taken()]
         blame_functions(verdicts, result)
     shown = {kind for one in passes for kind in one.outside.functions}
     new = {kind for kind in shown if not {kind, statement_of(kind)} & known}
+    # a later call may take another branch
+    inside = {kind for kind in known if isinstance(kind, type)}
+    calls.watch(new | inside, known)
     known.update(new, map(statement_of, new))
-    calls.watch(new)
     return result
