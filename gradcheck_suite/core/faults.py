@@ -99,6 +99,7 @@ _ROWS = (
         "means are weighted by something other than their counts, such as items or rounded counts",
         "divide each summed loss by the window's count, or weight each mean by its own count"
         " over it",
+        causes={"running": Remedy("begin to count anew after each step")},
     ),
     _gradient(
         "wrong-scale",
@@ -115,6 +116,9 @@ _ROWS = (
             ),
             "short-window": Remedy(
                 "divide a short window by its own number or count, not by that of a whole one"
+            ),
+            "long-window": Remedy(
+                "step and reset after each whole window: look at what decides when to step"
             ),
             "ranks": Remedy(
                 "divide each rank's summed loss by the count of all ranks; where gradients are"
