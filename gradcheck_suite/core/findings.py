@@ -240,7 +240,7 @@ _ROWS = (
     # a run of JAX
     _note(
         "mapped-copies",
-        "of the gradients under a `vmap`, the first copy was judged",
+        "of the gradients of several copies, as of a `vmap`, the first ones were judged",
     ),
     _finding(
         "dependent-items",
