@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -29,6 +26,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gradcheck_suite.core.frames import Owner, owner_of
 from gradcheck_suite.core.text import suggestion
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.run.environment import imported
@@ -661,18 +659,9 @@ def raised(side: str, call: Callable[[], Any], hint: str = "") -> Any:
         raise UsageError(f"{words}{f' ({hint})' if hint else ''}") from error
 
 
-_OWN = str(Path(__file__).resolve().parent.parent)
-_LIBRARY = re.compile(
-    r"[/\\]site-packages[/\\](torch|jax|jaxlib|flax|equinox|optax|numpy|chex)[/\\]|^<|[/\\]lib[/\\]python[\d.]+[/\\](?!site-)"
-)
-
-
-@cache
 def is_author_file(name: str) -> bool:
-    """Return whether a source file is the author's: not of a framework, of Python, or of this
-    package.
-    """
-    return not (name.startswith(_OWN) or _LIBRARY.search(name))
+    """Return whether a source file is the author's, or of a package that has models."""
+    return owner_of(name) in {Owner.LIBRARY, Owner.USER}
 
 
 def first_of_author(frames: Iterable[tuple[str, int | None]]) -> str:
