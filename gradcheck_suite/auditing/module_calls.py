@@ -48,7 +48,7 @@ from gradcheck_suite.auditing.samples import (
 )
 from gradcheck_suite.auditing.terms import elements, factors_below, is_leaf, live, mark_call
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF, dtype_name
-from gradcheck_suite.run.functions import ancestors, kinds_of
+from gradcheck_suite.run.functions import ancestors, is_of_program, kinds_of
 
 LAZY = "a lazy module of the model has made its parameters in a call of it"
 LENT = "the model is called with other tensors than its parameters at {}"
@@ -951,6 +951,4 @@ def _differentiate(
     both = zip(made.real, gradients, strict=True)
     result.gradients = {id(p): g * (1 / how.scale) for p, g in both if g is not None}
     # other than torch's own
-    result.functions = frozenset(
-        kind for kind in kinds_of(outputs) if not kind.__module__.startswith("torch.")
-    )
+    result.functions = frozenset(filter(is_of_program, kinds_of(outputs)))

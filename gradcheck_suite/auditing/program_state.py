@@ -128,12 +128,18 @@ class ProgramState:
     Args:
         subject: a model, or a custom function of autograd.
         kinds: further classes whose methods the call may run, as of tensors.
+        values: what the call is given, and may write to or call.
 
     Raises:
         NotRecomputed: something cannot be put back.
     """
 
-    def __init__(self, subject: torch.nn.Module | type, kinds: Iterable[type] = ()) -> None:
+    def __init__(
+        self,
+        subject: torch.nn.Module | type,
+        kinds: Iterable[type] = (),
+        values: Iterable[Any] = (),
+    ) -> None:
         parts = list(subject.modules()) if isinstance(subject, torch.nn.Module) else []
         self.undo = Undo()
         self._parts = {id(part) for part in parts}
@@ -157,6 +163,7 @@ class ProgramState:
             self._walk_all((*part._forward_hooks.values(), *part._forward_pre_hooks.values()))
         if isinstance(subject, type):
             self._walk_class(subject)
+        self._walk_all(values)
 
     def _walk_class(self, kind: type) -> None:
         for base in kind.__mro__:
@@ -288,7 +295,7 @@ class ProgramState:
             self._walk_globals(function)
 
     def _walk_globals(self, function: types.FunctionType) -> None:
-        names = _names_of(function.__code__)
+        names = names_of(function.__code__)
         scopes = {id(function.__globals__): function.__globals__}
         waiting = list(scopes.values())
         while waiting:
@@ -343,10 +350,10 @@ def _set_slot(slot: types.MemberDescriptorType, value: Any, held: tuple[Any, ...
         slot.__delete__(value)
 
 
-def _names_of(code: types.CodeType) -> set[str]:
+def names_of(code: types.CodeType) -> set[str]:
     """Return the names that a function's code reads or writes, those of functions inside of it too."""
     inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return set(code.co_names).union(*map(_names_of, inner))
+    return set(code.co_names).union(*map(names_of, inner))
 
 
 def _state_of(generator: Any) -> tuple[Any, ...]:
@@ -429,18 +436,21 @@ def _flat(content: Any) -> Iterable[Any]:
 
 
 @contextlib.contextmanager
-def unchanged(subject: torch.nn.Module | type, kinds: Iterable[type] = ()) -> Iterator[None]:
+def unchanged(
+    subject: torch.nn.Module | type, kinds: Iterable[type] = (), values: Iterable[Any] = ()
+) -> Iterator[None]:
     """Put back what calls of a module or of a custom function may change: modes, and what its code
     reaches.
 
     Args:
         subject: a module, or a custom function of autograd.
         kinds: further classes whose methods run, as those of tensors.
+        values: what the calls are given.
 
     Raises:
         NotRecomputed: something of that cannot be put back.
     """
-    state = ProgramState(subject, kinds)
+    state = ProgramState(subject, kinds, values)
     try:
         yield
     finally:

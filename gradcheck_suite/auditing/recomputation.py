@@ -19,7 +19,9 @@ which no cause was measured is `unexplained-difference`: the window is not judge
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -29,13 +31,14 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from gradcheck_suite.auditing.custom_functions import (
-    LEAST,
+from gradcheck_suite.auditing.custom_functions import LEAST, FunctionReport, judge_function
+from gradcheck_suite.auditing.function_calls import (
+    Call,
     CallsOfProgram,
     FunctionKey,
-    FunctionReport,
     first_calls,
-    judge_function,
+    given_copies,
+    name_of,
     statement_of,
 )
 from gradcheck_suite.auditing.modes import AsBefore
@@ -261,51 +264,74 @@ def by_micro_batch(parts: Sequence[Part], how: How) -> tuple[Total, list[Replaye
     return total, replayed
 
 
-def _concatenated(
-    parts: Sequence[Part],
-) -> tuple[list[Any], dict[int, torch.Tensor], list[int]] | None:
-    """Return the arguments and gradients of all calls as one batch, and its sizes.
+@dataclass(frozen=True)
+class Batch:
+    """All calls of a window as one.
 
-    None where they do not fit.
+    Attributes:
+        arguments: flat, those of all calls one after the other.
+        cotangents: index of an output -> the gradients that it receives, with their weights.
+        rows: of each call.
     """
-    forwards = [part.forward for part in parts]
-    ways = [(f.module, f.structure, f.modes, f.trained, f.autocast) for f in forwards]
-    same = all(way == ways[0] for way in ways)
-    if (
-        not same
-        or len({part.index for part in parts}) < len(parts)
-        or any(any(f.scalars) for f in forwards)
-    ):
+
+    arguments: list[Any]
+    cotangents: dict[int, torch.Tensor]
+    rows: list[int]
+
+
+def _concatenated(parts: Sequence[Part]) -> Batch | None:
+    """Return all calls as one batch, None where they do not fit."""
+    if not _are_alike(parts):
         return None
-    columns = list(zip(*(f.arguments for f in forwards), strict=True))
-    if any(isinstance(v, torch.Tensor) and v.is_nested for column in columns for v in column):
-        return None  # it has no rows, but samples of sizes of their own
-    batched = [c for c in columns if all(isinstance(v, torch.Tensor) and v.dim() for v in c)]
-    if not batched:
+    columns = list(zip(*(part.forward.arguments for part in parts), strict=True))
+    rows = _rows_of(columns)
+    if rows is None:
         return None
-    rows = [int(v.shape[0]) for v in batched[0]]
-    arguments: list[Any] = []
+    arguments = list[Any]()
     for column in columns:
-        if all(isinstance(v, torch.Tensor) for v in column):
-            if not _fits(column, rows):
-                return None
+        if all(isinstance(v, torch.Tensor) for v in column) and _fits(column, rows):
             arguments.append(torch.cat(list(column)))
-        elif all(
-            v is column[0] or (type(v) in (int, float, str, bool) and v == column[0])
-            for v in column
-        ):
+        elif _is_constant(column):
             arguments.append(column[0])
         else:
             return None
     indices = parts[0].cotangents.keys()
-    same = all(part.cotangents.keys() == indices for part in parts)
-    if not same or not all(_fits([part.cotangents[i] for part in parts], rows) for i in indices):
+    if any(part.cotangents.keys() != indices for part in parts):
         return None
-    return (
-        arguments,
-        {i: torch.cat([p.cotangents[i] * p.weight for p in parts]) for i in indices},
-        rows,
-    )
+    if not all(_fits([part.cotangents[i] for part in parts], rows) for i in indices):
+        return None
+    cotangents = {i: torch.cat([p.cotangents[i] * p.weight for p in parts]) for i in indices}
+    return Batch(arguments, cotangents, rows)
+
+
+def _are_alike(parts: Sequence[Part]) -> bool:
+    """Return whether all calls are of one module in one way, one in each pass, without a number as
+    an output.
+    """
+    forwards = [part.forward for part in parts]
+    ways = [(f.module, f.structure, f.modes, f.trained, f.autocast) for f in forwards]
+    if any(way != ways[0] for way in ways) or any(any(f.scalars) for f in forwards):
+        return False
+    return len({part.index for part in parts}) == len(parts)
+
+
+def _rows_of(columns: Sequence[Sequence[Any]]) -> list[int] | None:
+    """Return the number of rows of each call, None where no argument has rows."""
+    tensors = [[v for v in column if isinstance(v, torch.Tensor)] for column in columns]
+    if any(any(v.is_nested for v in column) for column in tensors):
+        return None  # it has no rows, but samples of sizes of their own
+    for column, found in zip(columns, tensors, strict=True):
+        if len(found) == len(column) and all(v.dim() for v in found):
+            return [int(v.shape[0]) for v in found]
+    return None
+
+
+def _is_constant(column: Sequence[Any]) -> bool:
+    """Return whether an argument that is no tensor is the same in all calls."""
+    first = column[0]
+    if all(isinstance(v, torch.Tensor) for v in column):
+        return False
+    return all(v is first or (type(v) in (int, float, str, bool) and v == first) for v in column)
 
 
 def _fits(column: Sequence[torch.Tensor], rows: Sequence[int]) -> bool:
@@ -331,17 +357,15 @@ def in_one_batch(parts: Sequence[Part]) -> Total | None:
     concatenated = None if len(parts) < 2 or _low_precision(parts) else _concatenated(parts)
     if concatenated is None:
         return None
-    arguments, cotangents, rows = concatenated
-    first = parts[0].forward
     try:
-        found = replay(first, arguments, cotangents, How())
+        found = replay(parts[0].forward, concatenated.arguments, concatenated.cotangents, How())
     except Exception:
         return None  # the model takes no batch of this size
-    if found.random or not _same_outputs(parts, found, rows):
+    if found.random or not _same_outputs(parts, found, concatenated.rows):
         return None
     total = Total()
     total.add(found, 1.0)
-    total.terms = sum(rows)
+    total.terms = sum(concatenated.rows)
     return total
 
 
@@ -562,8 +586,12 @@ SENTENCES = {
         "autocast keeps the parameters of an earlier step, cast to {dtype}, since its context is"
         " not left between the step and the next call"
     ),
-    "wrong-backward": "the backward of custom function {name} is wrong: {fault} of its forward",
+    "wrong-backward": "the backward of custom function {name} is wrong: {fault}",
 }
+WRITES = (
+    "its forward writes to a tensor that it is given and does not declare it by `mark_dirty`, and"
+    " the backward of another function reads what it wrote"
+)
 NOT_CALLED = (
     "its backward was not checked, since no call of it was seen when the window was computed again"
 )
@@ -1208,18 +1236,51 @@ def _judge_functions(
     }
     if not new or asked.is_faulty:
         return
-    with first_calls(new.keys()) as calls:
+    # a number that a forward computes is another one then; some functions expect their gradient
+    how = How(seed=0, scale=1.0)
+    with first_calls(new.keys()) as found:
         for part in parts:
-            if any({kind, made}.isdisjoint(calls) for kind, made in new.items()):
-                # a number that a forward computes is another one then
-                replay(part.forward, part.forward.arguments, part.cotangents, How(seed=0))
-    missed = {made: kind for kind, made in new.items() if {kind, made}.isdisjoint(calls)}
+            replay(part.forward, part.forward.arguments, part.cotangents, how)
+    missed = {made: kind for kind, made in new.items() if not (found.get(kind) or found.get(made))}
     # a class that is made anew each time may hold tensors: its statement is known in its place
-    asked.known.update(calls, missed)
+    asked.known.update(found, missed)
+    asked.known.update((key, one) for key, each in found.items() for one in each)
+    calls = [call for each in found.values() for call in each.values()]
     with quiet(), AsBefore(parts[0].forward.on):
-        verdicts = [judge_function(call) for call in calls.values()]
+        verdicts = [judge_function(call) for call in calls]
     verdicts += [FunctionReport(kind.__name__, note=NOT_CALLED) for kind in missed.values()]
+    with contextlib.suppress(Exception):  # they cannot be called with copies
+        verdicts += _written(parts, calls)
     blame_functions(verdicts, result)
+
+
+def _written(parts: Sequence[Part], calls: Iterable[Call]) -> Iterable[FunctionReport]:
+    """Judge functions that write to a tensor that they are given, and do not declare it.
+
+    The window is computed again with copies in its place: where that is another gradient, the
+    backward of another function has read what was written.
+    """
+    writing = defaultdict[Any, set[int]](set)
+    for call in calls:
+        if call.wrote:
+            writing[call.kind].update(call.wrote)
+    if not writing:
+        return []
+    how = How(scale=1.0)
+    own, _ = by_micro_batch(parts, how)
+    with given_copies(writing):
+        other, _ = by_micro_batch(parts, how)
+    size = math.hypot(*map(norm, other.gradients.values()))
+    off = math.hypot(
+        *(
+            norm(add_gradients(own.gradients[key], -gradient))
+            for key, gradient in other.gradients.items()
+            if key in own.gradients
+        )
+    )
+    if not off > LEAST * size:
+        return []
+    return [FunctionReport(name_of(kind), WRITES, error=off / size) for kind in writing]
 
 
 def blame_functions(verdicts: Iterable[FunctionReport], result: Recomputed) -> None:
@@ -1255,10 +1316,12 @@ def judge_calls_of_program(
     result = Recomputed()
     if calls.has_calls:
         with quiet():
-            verdicts = calls.judged()
+            verdicts = [judge_function(call) for call in calls.taken()]
         blame_functions(verdicts, result)
     shown = {kind for one in passes for kind in one.outside.functions}
     new = {kind for kind in shown if not {kind, statement_of(kind)} & known}
+    # a later call may take another branch
+    inside = {kind for kind in known if isinstance(kind, type)}
+    calls.watch(new | inside, known)
     known.update(new, map(statement_of, new))
-    calls.watch(new)
     return result

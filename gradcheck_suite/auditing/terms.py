@@ -27,6 +27,7 @@ from gradcheck_suite.auditing.modes import Apart
 from gradcheck_suite.auditing.places import in_trace
 from gradcheck_suite.auditing.samples import Raw, is_on_device, read
 from gradcheck_suite.auditing.vectors import Vector
+from gradcheck_suite.run.functions import is_of_program
 
 COARSE = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """The unit roundoff of the dtypes in which a loss's factors are rounded noticeably."""
@@ -961,7 +962,7 @@ def outside_of_calls(nodes: Iterable[Any]) -> Outside:
         if isinstance(node, BackwardCFunction):
             kinds.add(vars(type(node))["_forward_cls"])
         stack += [below for below, _ in node.next_functions]
-    own = frozenset(kind for kind in kinds if not kind.__module__.startswith("torch."))
+    own = frozenset(filter(is_of_program, kinds))
     return Outside(leaves, own, bool(kinds))
 
 

@@ -13,6 +13,16 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 Forward = Callable[..., Any]
+GENERATED = "GeneratedBackwardFor_"
+"""How torch names the class that it makes of a `torch.library.custom_op`, from torch 2.4 on
+(torch/_library/autograd.py, no public API)."""
+
+
+def is_of_program(kind: type) -> bool:
+    """Return whether the backward of a custom function is the program's or a library's, and not of
+    torch's own code.
+    """
+    return not kind.__module__.startswith("torch.") or kind.__name__.startswith(GENERATED)
 
 
 def ancestors(outputs: Iterable[torch.Tensor]) -> Iterator[Any]:
@@ -64,3 +74,25 @@ def replaced_forwards(
                 del function.forward
             else:
                 function.forward = before
+
+
+@contextlib.contextmanager
+def replaced_method(
+    kind: type, name: str, made: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Replace a static method of a custom function while this is open.
+
+    Args:
+        kind: the class.
+        name: of the method.
+        made: makes the new method of the old one.
+    """
+    before = vars(kind).get(name)
+    setattr(kind, name, staticmethod(made(getattr(kind, name))))
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(kind, name)
+        else:
+            setattr(kind, name, before)

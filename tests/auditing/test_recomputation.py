@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import gradcheck_suite
 from gradcheck_suite.__main__ import main
 from gradcheck_suite.auditing import custom_functions
-from gradcheck_suite.auditing.custom_functions import GIVEN, LEAST, first_calls, judge_function
+from gradcheck_suite.auditing.custom_functions import GIVEN, LEAST, judge_function
+from gradcheck_suite.auditing.function_calls import first_calls
 from gradcheck_suite.auditing.recomputation import NOT_CALLED
 from tests.auditing.running import audited
 
@@ -280,7 +281,7 @@ def judged(kind, *arguments):
     apply = kind.apply  # as programs keep it
     with first_calls({kind}) as calls:
         apply(*arguments)
-    return judge_function(calls[kind])
+    return judge_function(*calls[kind].values())
 
 
 def leaf(*shape, dtype=torch.float32):
@@ -434,7 +435,7 @@ def test_random_numbers_are_those_of_the_call():
 
     for factor, fault in (
         (1, ""),
-        (0.5, "with respect to argument 0 it is 0.5 times the derivative"),
+        (0.5, "with respect to argument 0 it is 0.5 times the derivative of its forward"),
     ):
         kind = custom(
             forward, lambda context, g, factor=factor: factor * g * context.kept, own_context=True
@@ -449,7 +450,7 @@ def test_a_function_that_writes_to_its_argument():
 
     for factor, fault in (
         (3, ""),
-        (1, "with respect to argument 0 it is 0.333 times the derivative"),
+        (1, "with respect to argument 0 it is 0.333 times the derivative of its forward"),
     ):
         kind = custom(
             forward, lambda context, gradient, factor=factor: factor * gradient, own_context=True
@@ -466,7 +467,10 @@ def test_an_output_that_is_marked_as_not_differentiable_is_left_out():
         context.mark_non_differentiable(logged)
         return x.tanh(), logged
 
-    for factor, fault in ((1, ""), (2, "with respect to argument 0 it is 2 times the derivative")):
+    for factor, fault in (
+        (1, ""),
+        (2, "with respect to argument 0 it is 2 times the derivative of its forward"),
+    ):
 
         def backward(context, gradient, _, factor=factor):
             return factor * gradient * slope(*context.saved_tensors)
