@@ -401,8 +401,10 @@ class _Line:
         self.point = point
         self.index = index
         self.direction = _direction(point[index], generator)
-        self.leaf = point[index].clone().requires_grad_()
-        self.given = subject.given([self.leaf if i == index else v for i, v in enumerate(point)])
+        # a backward may ask for the gradients of all that need one
+        leaves = {i: point[i].clone().requires_grad_() for i in subject.wanted}
+        self.leaf = leaves[index]
+        self.given = subject.given([leaves.get(i, v) for i, v in enumerate(point)])
         self.outputs = subject.applied(self.given, grad=True)
         arrived = subject.arrived or [None] * len(self.outputs)
         # an output that the function marks as not differentiable has no derivative to compare

@@ -1229,7 +1229,7 @@ def _judge_functions(
     verdicts += [FunctionReport(kind.__name__, note=NOT_CALLED) for kind in missed.values()]
     with contextlib.suppress(Exception):  # they cannot be called with copies
         verdicts += _written(parts, calls)
-    blame_functions(verdicts, result)
+    blame_functions(verdicts, result, asked.known)
 
 
 def _written(parts: Sequence[Part], calls: Iterable[Call]) -> Iterable[FunctionReport]:
@@ -1261,11 +1261,20 @@ def _written(parts: Sequence[Part], calls: Iterable[Call]) -> Iterable[FunctionR
     return [FunctionReport(name_of(kind), WRITES, error=off / size) for kind in writing]
 
 
-def blame_functions(verdicts: Iterable[FunctionReport], result: Recomputed) -> None:
-    """Note what is known of custom functions, and blame the first one that is wrong."""
+def blame_functions(
+    verdicts: Iterable[FunctionReport], result: Recomputed, known: set[FunctionKey]
+) -> None:
+    """Note what is known of custom functions, and blame the first one that is wrong.
+
+    Args:
+        verdicts: of calls.
+        result: to which it is added.
+        known: what was noted already; new notes are added.
+    """
     for verdict in verdicts:
-        if verdict.note:
-            said = f"custom function {verdict.name}: {verdict.note}"
+        said = f"custom function {verdict.name}: {verdict.note}"
+        if verdict.note and said not in known:
+            known.add(said)
             result.notes.append(finding("custom-function", said))
         if verdict.fault and result.name is None:
             result.name = "wrong-backward"
@@ -1295,7 +1304,7 @@ def judge_calls_of_program(
     if calls.has_calls:
         with quiet():
             verdicts = [judge_function(call) for call in calls.taken()]
-        blame_functions(verdicts, result)
+        blame_functions(verdicts, result, known)
     shown = {kind for one in passes for kind in one.outside.functions}
     new = {kind for kind in shown if not {kind, statement_of(kind)} & known}
     # a later call may take another branch
