@@ -967,35 +967,11 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         is_accepted = [any(map(v.is_accepted_by, self.options.accept)) for v in found]
         violations = tuple(compress(found, map(not_, is_accepted)))
         accepted = tuple(compress(found, is_accepted))
-        off = Counter(
-            finding(
-                "failed-instrument",
-                f"{what} could not be observed ({why}); please report it",
-                remedy="",
-            )
-            for what, why in self._recorder.off.items()
-        )
         unknown = self._judge.unknown()
-        parts = Counter({part.found: steps for part, steps in unknown.items()})
-        strays = () if self._judge.has_copies else self._strays.findings(self._name_of)
-        findings = parts + self._recorder.notes + self._judge.notes() + Counter(strays) + off
-        findings += Counter(self._recorder.unused_objectives)
+        findings = self._findings({part.found: steps for part, steps in unknown.items()})
         if not any(one.diagnosis == "wrong-mode" for one in found):
             findings += Counter(self._modes.findings())
-        whole = (
-            not {*self.options.without} & {"weights", "sums"}
-            and not self._recorder.off
-            and self not in _open
-        )
-        until = self._recorder.recorded_until
-        skipped = self._judge.unjudged(until) if whole else []
-        passed_by = (
-            0
-            if self._is_off
-            else sum(map(len, self._judge.counted)) + self._recorder.steps_seen - until
-        )
-        if skipped and self._judge.weighed | self._judge.violated:  # else it is said why none was
-            findings = Counter(skipped) + (findings - Counter(self._judge.skipped.values()))
+        findings = self._with_skipped(findings)
         disagreements = tuple(self._opinion.findings) if self._opinion else ()
         named = [
             *(replace(one, steps=times) for one, times in findings.items()),
@@ -1003,11 +979,11 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         ]
         if self._recorder.off or self._recorder.concurrent:
             violations = accepted = ()
-        for violation in violations if self not in _open else ():
-            self._tell(violation)  # what the end of the run, or all ranks together, have shown
+        if self not in _open:
+            for violation in violations:
+                # what the end of the run, or all ranks together, have shown
+                self._tell(violation)
         windows = len(self._judge.weighed | self._judge.violated)
-        lines = {line for place in self._places for line in (place.line, *place.path)}
-        files = {line.rpartition(":")[0] for line in lines | self._lines}
         if set(self.options.without) == {"weights", "sums"}:
             windows = self._recomputed.total()
         unjudged = None if violations or accepted else self._why_unjudged(windows, findings)
@@ -1015,9 +991,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             loop=self._name,
             command="audit",
             windows=windows,
-            windows_skipped=(
-                {f"budget {self.options.budget or DEFAULT_BUDGET}": passed_by} if passed_by else {}
-            ),
+            windows_skipped=self._counted_windows(),
             steps=self._recorder.steps_seen,
             seconds=time.perf_counter() - self._start if self._opened else 0.0,
             violations=violations,
@@ -1032,8 +1006,51 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             unjudged_reason=None if unjudged is None else unjudged.name,
             interrupted=isinstance(error, KeyboardInterrupt | Terminated),
             raised=in_words(error) or None,
-            files=tuple((file, None) for file in sorted(files)),
+            files=tuple((file, None) for file in sorted(self._files())),
         )
+
+    def _findings(self, unknown: Mapping[Found, int]) -> Counter[Found]:
+        """Return what was noted, with the number of steps for each.
+
+        Args:
+            unknown: losses that no rule knows, likewise.
+        """
+        off = Counter(
+            finding(
+                "failed-instrument",
+                f"{what} could not be observed ({why}); please report it",
+                remedy="",
+            )
+            for what, why in self._recorder.off.items()
+        )
+        strays = () if self._judge.has_copies else self._strays.findings(self._name_of)
+        findings = Counter(unknown) + self._recorder.notes + self._judge.notes()
+        return findings + Counter(strays) + off + Counter(self._recorder.unused_objectives)
+
+    def _with_skipped(self, findings: Counter[Found]) -> Counter[Found]:
+        """Return findings with those of the steps that were not judged, where the run has ended and
+        some were.
+        """
+        is_whole = not {*self.options.without} & {"weights", "sums"} and not self._recorder.off
+        if not is_whole or self in _open or not self._judge.weighed | self._judge.violated:
+            return findings  # or it is said why none was
+        skipped = self._judge.unjudged(self._recorder.recorded_until)
+        if not skipped:
+            return findings
+        return Counter(skipped) + (findings - Counter(self._judge.skipped.values()))
+
+    def _counted_windows(self) -> dict[str, int]:
+        """Return how many windows were only counted, by the budget that did not pay for them."""
+        if self._is_off:
+            return {}
+        after = self._recorder.steps_seen - self._recorder.recorded_until
+        number = sum(map(len, self._judge.counted)) + after
+        return {f"budget {self.options.budget or DEFAULT_BUDGET}": number} if number else {}
+
+    def _files(self) -> set[str]:
+        """Return the files that lines of the result may be in."""
+        lines = {line for place in self._places for line in (place.line, *place.path)}
+        return {line.rpartition(":")[0] for line in lines | self._lines}
 
     def _as_wanted(self, named: Sequence[Found], unjudged: Found | None) -> tuple[Found, ...]:
         """Return the findings as the options have them, with the reason for which nothing was

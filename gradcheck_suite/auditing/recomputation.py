@@ -263,51 +263,74 @@ def by_micro_batch(parts: Sequence[Part], how: How) -> tuple[Total, list[Replaye
     return total, replayed
 
 
-def _concatenated(
-    parts: Sequence[Part],
-) -> tuple[list[Any], dict[int, torch.Tensor], list[int]] | None:
-    """Return the arguments and gradients of all calls as one batch, and its sizes.
+@dataclass(frozen=True)
+class Batch:
+    """All calls of a window as one.
 
-    None where they do not fit.
+    Attributes:
+        arguments: flat, those of all calls one after the other.
+        cotangents: index of an output -> the gradients that it receives, with their weights.
+        rows: of each call.
     """
-    forwards = [part.forward for part in parts]
-    ways = [(f.module, f.structure, f.modes, f.trained, f.autocast) for f in forwards]
-    same = all(way == ways[0] for way in ways)
-    if (
-        not same
-        or len({part.index for part in parts}) < len(parts)
-        or any(any(f.scalars) for f in forwards)
-    ):
+
+    arguments: list[Any]
+    cotangents: dict[int, torch.Tensor]
+    rows: list[int]
+
+
+def _concatenated(parts: Sequence[Part]) -> Batch | None:
+    """Return all calls as one batch, None where they do not fit."""
+    if not _are_alike(parts):
         return None
-    columns = list(zip(*(f.arguments for f in forwards), strict=True))
-    if any(isinstance(v, torch.Tensor) and v.is_nested for column in columns for v in column):
-        return None  # it has no rows, but samples of sizes of their own
-    batched = [c for c in columns if all(isinstance(v, torch.Tensor) and v.dim() for v in c)]
-    if not batched:
+    columns = list(zip(*(part.forward.arguments for part in parts), strict=True))
+    rows = _rows_of(columns)
+    if rows is None:
         return None
-    rows = [int(v.shape[0]) for v in batched[0]]
-    arguments: list[Any] = []
+    arguments = list[Any]()
     for column in columns:
-        if all(isinstance(v, torch.Tensor) for v in column):
-            if not _fits(column, rows):
-                return None
+        if all(isinstance(v, torch.Tensor) for v in column) and _fits(column, rows):
             arguments.append(torch.cat(list(column)))
-        elif all(
-            v is column[0] or (type(v) in (int, float, str, bool) and v == column[0])
-            for v in column
-        ):
+        elif _is_constant(column):
             arguments.append(column[0])
         else:
             return None
     indices = parts[0].cotangents.keys()
-    same = all(part.cotangents.keys() == indices for part in parts)
-    if not same or not all(_fits([part.cotangents[i] for part in parts], rows) for i in indices):
+    if any(part.cotangents.keys() != indices for part in parts):
         return None
-    return (
-        arguments,
-        {i: torch.cat([p.cotangents[i] * p.weight for p in parts]) for i in indices},
-        rows,
-    )
+    if not all(_fits([part.cotangents[i] for part in parts], rows) for i in indices):
+        return None
+    cotangents = {i: torch.cat([p.cotangents[i] * p.weight for p in parts]) for i in indices}
+    return Batch(arguments, cotangents, rows)
+
+
+def _are_alike(parts: Sequence[Part]) -> bool:
+    """Return whether all calls are of one module in one way, one in each pass, without a number as
+    an output.
+    """
+    forwards = [part.forward for part in parts]
+    ways = [(f.module, f.structure, f.modes, f.trained, f.autocast) for f in forwards]
+    if any(way != ways[0] for way in ways) or any(any(f.scalars) for f in forwards):
+        return False
+    return len({part.index for part in parts}) == len(parts)
+
+
+def _rows_of(columns: Sequence[Sequence[Any]]) -> list[int] | None:
+    """Return the number of rows of each call, None where no argument has rows."""
+    tensors = [[v for v in column if isinstance(v, torch.Tensor)] for column in columns]
+    if any(any(v.is_nested for v in column) for column in tensors):
+        return None  # it has no rows, but samples of sizes of their own
+    for column, found in zip(columns, tensors, strict=True):
+        if len(found) == len(column) and all(v.dim() for v in found):
+            return [int(v.shape[0]) for v in found]
+    return None
+
+
+def _is_constant(column: Sequence[Any]) -> bool:
+    """Return whether an argument that is no tensor is the same in all calls."""
+    first = column[0]
+    if all(isinstance(v, torch.Tensor) for v in column):
+        return False
+    return all(v is first or (type(v) in (int, float, str, bool) and v == first) for v in column)
 
 
 def _fits(column: Sequence[torch.Tensor], rows: Sequence[int]) -> bool:
@@ -333,17 +356,15 @@ def in_one_batch(parts: Sequence[Part]) -> Total | None:
     concatenated = None if len(parts) < 2 or _low_precision(parts) else _concatenated(parts)
     if concatenated is None:
         return None
-    arguments, cotangents, rows = concatenated
-    first = parts[0].forward
     try:
-        found = replay(first, arguments, cotangents, How())
+        found = replay(parts[0].forward, concatenated.arguments, concatenated.cotangents, How())
     except Exception:
         return None  # the model takes no batch of this size
-    if found.random or not _same_outputs(parts, found, rows):
+    if found.random or not _same_outputs(parts, found, concatenated.rows):
         return None
     total = Total()
     total.add(found, 1.0)
-    total.terms = sum(rows)
+    total.terms = sum(concatenated.rows)
     return total
 
 

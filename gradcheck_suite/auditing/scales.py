@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice, product
 
+import numpy as np
+
 from gradcheck_suite.auditing.places import Loop
 from gradcheck_suite.auditing.replay import StepWindow, near
 from gradcheck_suite.auditing.rules import Held, Rule, Sighting, decide
@@ -637,6 +639,18 @@ def _is_divided_by_other_length(e: E) -> Seen:
     return ScaleSighting(numbers, expected=base)
 
 
+def _is_longer_than_its_divisor(e: E) -> Seen:
+    """Ask whether a window has the passes of several whole ones, and is divided by the length of one:
+    a step did not come.
+    """
+    seen = _is_divided_by_other_length(e)
+    if not isinstance(seen, ScaleSighting):
+        return None
+    passes, whole = e.use.length, seen.numbers["q"]
+    is_several = isinstance(whole, int) and passes > whole and passes % whole == 0
+    return seen if is_several and whole in e.run.by_length else None
+
+
 def _divided_by(e: E, base: float, whole: int) -> str:
     """Return in words by what a window is divided beside its coefficient."""
     use = e.use
@@ -775,6 +789,35 @@ def _is_wrong_count(e: E) -> Seen:
     return ScaleSighting({"divisor": divisor, "items": e.use.items}) if is_shown else None
 
 
+def _is_running_count(e: E) -> Seen:
+    """Ask whether what is added up is divided by a count that is never reset: of all windows so far,
+    in each of them.
+
+    The loss is, or `.grad` after the last pass.
+    """
+    uses = e.run.uses
+    if len(uses) < FEWEST_COUNTS or not e.run.is_whole or e.use.is_mean:
+        return None
+    totals = [float(total) for total in np.cumsum([use.items for use in uses])]
+    at = next(i for i, use in enumerate(uses) if use is e.use)
+    numbers = {"divisor": totals[at], "items": e.use.items}
+    if _are_shares(uses, [1.0] * len(uses), totals):
+        return ScaleSighting(numbers)
+    # of a window that is right with it, the factor is a part of the weights already
+    factors = [1.0 if use.taken_out != 1.0 else use.window.factor or 1.0 for use in uses]
+    if _are_shares(uses, factors, totals):
+        return ScaleSighting(numbers, expected=e.use.own * totals[at] / e.use.items)
+    return None
+
+
+def _are_shares(uses: Sequence[Use], factors: Sequence[float], totals: Sequence[float]) -> bool:
+    """Return whether an item of each window weighs one over a number of it."""
+    return all(
+        near(use.objective.weight * factor * total, 1.0, max(use.objective.tolerance, 1e-5))
+        for use, factor, total in zip(uses, factors, totals, strict=True)
+    )
+
+
 def _is_miscounted(e: E) -> Seen:
     """Ask whether the one denominator of a window is none of what its loss may count."""
     if _denominator(e) is None:
@@ -866,6 +909,14 @@ _IN_ORDER: Sequence[Rule[E]] = (
         " whole window has one denominator",
     ),
     _silent("right", _is_right),
+    _wrong(
+        "running count",
+        _is_running_count,
+        "each weighs 1/{divisor:g}, the count of all windows so far, where {items:g} count in this"
+        " one",
+        "running",
+        called=WRONG_COUNT,
+    ),
     _silent("plain sum", _is_plain_sum),
     _wrong(
         "short of configured",
@@ -895,13 +946,19 @@ _IN_ORDER: Sequence[Rule[E]] = (
     ),
     _silent("same in other windows", _is_same_in_others),
     _wrong(
+        "missing step",
+        _is_longer_than_its_divisor,
+        "{r}/{q}: {what}, where the window has {passes}",
+        "long-window",
+    ),
+    _wrong(
         "other length",
         _is_divided_by_other_length,
         "{r}/{q}: {what}, where the window has {passes}",
         "short-window",
     ),
     _wrong(
-        "begun anew",
+        "window begun anew",
         _is_begun_anew,
         "1 + {more:.6g}: its last {whole} are a whole mean, and what went backward before was not"
         " reset",

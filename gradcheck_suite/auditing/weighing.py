@@ -516,7 +516,7 @@ def _of_weights(fault: StepFault, use: Use, rows: tuple[Weight, ...]) -> Violati
     return replace(found, loss=loss) if change else replace(found, where=loss)
 
 
-OF_OTHER_LINES = frozenset({"loss-scale", "growing", "begun-anew", "varying"})
+OF_OTHER_LINES = frozenset({"loss-scale", "growing", "begun-anew", "varying", "long-window"})
 """Causes of a wrong weight that are at no division of a loss."""
 
 
@@ -648,5 +648,12 @@ def _of_scale(scale: Scale) -> Violation:
             "; the gradient of micro-batches that belong to the window before is still in it"
         )
     rows = _rows(use.objective, use.count, scale.expected / total)
+    if scale.cause == "running" and use.taken_out == 1.0:
+        # the weights are those of the losses, and what divides is in `.grad` alone
+        factor = use.window.factor or 1.0
+        rows = tuple(
+            replace(row, observed=row.observed * factor, expected=row.expected * factor)
+            for row in rows
+        )
     fault = StepFault(scale.name, sentence, causes=(scale.cause,) if scale.cause else ())
     return _of_weights(fault, use, rows)

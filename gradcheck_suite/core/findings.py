@@ -313,11 +313,6 @@ FINDINGS = {row.name: row for row in _ROWS}
 """Findings and reasons by name, in the order of the documents."""
 
 
-def is_known(name: str) -> bool:
-    """Return whether a fault, a finding or a reason has this name."""
-    return name in FINDINGS or name in FAULTS
-
-
 @dataclass(frozen=True)
 class Found:
     """A finding or a reason, as a run showed it.

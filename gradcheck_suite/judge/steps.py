@@ -72,7 +72,7 @@ class HeldSteps:
     @property
     def tail(self) -> frozenset[int]:
         """The micro-batches of an epoch's short windows."""
-        return frozenset(j for w in self.windows if w not in self.whole for j in w)
+        return frozenset().union(*(w for w in self.windows if w not in self.whole))
 
     @property
     def turns(self) -> Held:

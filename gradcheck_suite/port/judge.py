@@ -212,9 +212,8 @@ class Judge:
         finding = PortFinding(kind, place or "", cause, f"{words}{means}{after}", **more)
         known = {(f.kind, f.place, f.cause) for f in (*self.findings, *self.accepted)}
         if (finding.kind, finding.place, finding.cause) not in known:
-            accepted = set(cause.split(" and ")) <= {
-                a for name in self.pair.accept for a in name.split(" and ")
-            }
+            named = set(" and ".join(self.pair.accept).split(" and "))
+            accepted = set(cause.split(" and ")) <= named
             (self.accepted if accepted else self.findings).append(finding)
         return finding
 
@@ -244,31 +243,45 @@ class Judge:
         return off > self.sides.bounds(self.sides.given).outputs
 
     def _not_loaded(self, name: str, gone: Array) -> None:
-        own = name.rpartition(".")[2]
-        constant = None
-        for leaf, value in zip(self.map.leaves, self.sides.leaves, strict=True):
-            if leaf is not None and leaf.is_constant and leaf.index.size == gone.size:
-                constant = leaf, np.asarray(value).reshape(-1)
         whole = bool(gone.all())
-        neutral = np.zeros(gone.shape)
-        if constant is not None and np.ptp(constant[1]) == 0:
-            neutral = np.full(gone.shape, constant[1][0])
-        elif whole and gone.ndim == 1 and ("weight" in own or own == "running_var"):
-            neutral = np.ones(gone.shape)
-        if whole and is_neutral(self.map.base[name]):
-            neutral = self.map.base[name]
-        parameters = self.sides.torch_program(self.sides.given).parameters
-        is_buffer = name not in parameters
-        cause = "not-loaded" if constant is not None or is_buffer else "unused-parameter"
-        cause = "missing-bias" if cause == "unused-parameter" and "bias" in own else cause
+        start = self._start_of_leaf(gone.size)
         what = "no element of it" if whole else f"{int((~gone).sum())} of its {gone.size} elements"
         words = f"expected {name} {gone.shape} in the JAX parameters, observed {what}"
-        words += f"; {constant[0].path} stays at {constant[1][0]:g}" if constant is not None else ""
+        words += f"; {start.path} stays at {start.values[0]:g}" if start is not None else ""
+        cause = self._why_not_loaded(name, start)
         finding = self._add("load", name.rpartition(".")[0], cause, words)
-        mask, fixed = torch.as_tensor(gone), torch.as_tensor(neutral)
+        mask = torch.as_tensor(gone)
+        fixed = torch.as_tensor(self._without_parameter(name, gone, start))
         self._unloaded.add(name)
         leaves = {("state", name): lambda v: torch.where(mask, fixed, v)}
         self._repair(Hypothesis(cause, "", leaves=leaves), finding)
+
+    def _start_of_leaf(self, size: int) -> _Start | None:
+        """Return the last leaf of a size that comes from nothing of torch's."""
+        found = None
+        for leaf, value in zip(self.map.leaves, self.sides.leaves, strict=True):
+            if leaf is not None and leaf.is_constant and leaf.index.size == size:
+                found = _Start(leaf.path, np.asarray(value).reshape(-1))
+        return found
+
+    def _why_not_loaded(self, name: str, start: _Start | None) -> str:
+        parameters = self.sides.torch_program(self.sides.given).parameters
+        if start is not None or name not in parameters:
+            return "not-loaded"
+        return "missing-bias" if "bias" in name.rpartition(".")[2] else "unused-parameter"
+
+    def _without_parameter(self, name: str, gone: Array, start: _Start | None) -> Array:
+        """Return what the port has in place of elements of torch's state."""
+        own = name.rpartition(".")[2]
+        whole = bool(gone.all())
+        if whole and is_neutral(self.map.base[name]):
+            return self.map.base[name]
+        if start is not None and np.ptp(start.values) == 0:
+            return np.full(gone.shape, start.values[0])
+        is_scale = "weight" in own or own == "running_var"
+        return (
+            np.ones(gone.shape) if whole and gone.ndim == 1 and is_scale else np.zeros(gone.shape)
+        )
 
     def _untied(self) -> None:
         """Judge that what torch ties is one leaf: each of two is stepped by its own part of the
@@ -735,19 +748,16 @@ class Judge:
             return
         dtype = self._options.dtype
         try:
-            for words, error, allowed, where in precision_findings(self.sides, dtype):
-                if error > allowed:
-                    self._add(
-                        "precision",
-                        "",
-                        "low-precision",
-                        words,
-                        jax=where,
-                        error=error,
-                        allowed=allowed,
-                    )
-                else:
-                    self._note(words)
+            for one in precision_findings(self.sides, dtype):
+                if one.error <= one.allowed:
+                    self._note(one.words)
+                    continue
+                self._add(
+                    *("precision", "", "low-precision", one.words),
+                    jax=one.line,
+                    error=one.error,
+                    allowed=one.allowed,
+                )
         except Exception as problem:  # not every model runs in every dtype
             self._note(
                 f"{dtype} was not compared: {type(problem).__name__}: {problem}".splitlines()[0][
@@ -817,6 +827,14 @@ class Judge:
             if name in program.parameters:
                 scaled = Hypothesis("", "", leaves={("state", name): lambda v: v * (1 + 1e-6)})
                 yield _Planted(scaled, f"{name} times 1 + 1e-6", is_last=True)
+
+
+@dataclass(frozen=True)
+class _Start:
+    """A leaf that stays at its initial value: its path, and its numbers."""
+
+    path: str
+    values: Array
 
 
 @dataclass

@@ -845,6 +845,98 @@ AHEAD = {
         NEXT_LOSS.format(before="pass", after="loss = loss_of_next()"), "holds"
     ),
 }
+COUNTS = """
+import torch
+import torch.nn.functional as F
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+count = 0
+for step in range(5):
+    sizes = torch.randint(2, 9, (3,)).tolist()
+    count {counts} sum(sizes)
+    for n in sizes:
+        loss = F.cross_entropy(model(torch.randn(n, 4)), torch.randint(0, 3, (n,)), reduction="sum")
+        (loss{of_loss}).backward()
+    for p in model.parameters():
+        p.grad /= {of_gradient}
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+RUNNING = {
+    "faulty_running_count_of_losses": Script(
+        COUNTS.format(counts="+=", of_loss=" / count", of_gradient="1"),
+        "violated",
+        ("wrong-count",),
+    ),
+    "faulty_running_count_of_gradients": Script(
+        COUNTS.format(counts="+=", of_loss="", of_gradient="count"), "violated", ("wrong-count",)
+    ),
+    "sound_count_of_losses": Script(
+        COUNTS.format(counts="=", of_loss=" / count", of_gradient="1"), "holds"
+    ),
+    "sound_count_of_gradients": Script(
+        COUNTS.format(counts="=", of_loss="", of_gradient="count"), "holds"
+    ),
+}
+"""Sums that are divided by a count which is never reset, and twins that begin anew."""
+ANEW = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Softplus(), torch.nn.Linear(6, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+have = 0
+for i in range({rounds}):
+    x = torch.randn(5, 4)
+    if i in ({spike}, 16):
+        x[1] = float("inf")
+    loss = model(x).square().mean() / 3
+    if not loss.isfinite():
+        optimizer.zero_grad()
+        {after}
+        continue
+    loss.backward()
+    have += 1
+    if have == 3:
+        optimizer.step()
+        optimizer.zero_grad()
+        have = 0
+"""
+SKIPPED = {
+    "faulty_counter_runs_on_after_a_reset": Script(
+        ANEW.format(rounds=24, spike=1, after="have += 1"), "violated", ("reset-inside-window",)
+    ),
+    "sound_window_begun_anew": Script(ANEW.format(rounds=23, spike=7, after="have = 0"), "holds"),
+    "sound_first_window_begun_anew": Script(
+        ANEW.format(rounds=23, spike=1, after="have = 0"), "holds"
+    ),
+}
+"""Windows that a spike throws away."""
+KEPT = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 2)
+parameters = [*model.parameters()]
+optimizer = torch.optim.SGD(parameters, lr=0.1)
+for step in range(4):
+    kept = []
+    for _ in range(4):
+        loss = (model(torch.randn(5, 3)) - 1).square().mean()
+        kept.append(torch.autograd.grad(loss, parameters))
+    for i, p in enumerate(parameters):
+        p.grad = sum(one[i] for one in kept{which}) / 4
+    optimizer.step()
+"""
+RESULTS = {
+    "faulty_last_result_left_out": Script(
+        KEPT.format(which="[:-1]"), "violated", ("dropped-micro-batch",)
+    ),
+    "faulty_last_result_alone": Script(
+        KEPT.format(which="[-1:]"), "violated", ("reset-inside-window",)
+    ),
+    "sound_all_results": Script(KEPT.format(which=""), "holds"),
+}
+"""Results of `torch.autograd.grad` that the program puts together."""
 EVIDENCE = {
     **FUNCTIONS,
     **CASTS,
@@ -857,4 +949,7 @@ EVIDENCE = {
     **UNUSUAL,
     **UNEXPLAINED,
     **AHEAD,
+    **RUNNING,
+    **SKIPPED,
+    **RESULTS,
 }

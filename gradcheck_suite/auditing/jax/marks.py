@@ -49,6 +49,8 @@ class PassMark:
         data: its other inputs.
         rules: functions with a backward of their own that the gradient goes through.
         reduced: axes of devices over which JAX itself has added the gradient up.
+        adds_up_loss: whether the loss is itself added up over devices, and what JAX makes of that
+            is more than the gradient of one device.
         scaled: whether what went backward is a value of the mark, and not 1.
         unread: index of a term whose weights could not be computed -> why.
     """
@@ -63,6 +65,7 @@ class PassMark:
     data: list[Var]
     rules: list[CustomRule] = field(default_factory=list)
     reduced: tuple[str, ...] = ()
+    adds_up_loss: bool = False
     scaled: bool = False
     unread: dict[int, str] = field(default_factory=dict)
 
@@ -130,6 +133,7 @@ class UpdateMark:
         inside: whether `MultiSteps` has called it.
         results: the number of leaves of what it returned.
         parameters: the number of leaves of the parameters that it was given.
+        is_lost: whether no result of the program that it stands in depends on it.
     """
 
     place: Place
@@ -143,6 +147,7 @@ class UpdateMark:
     inside: bool = False
     results: int = 0
     parameters: int = 0
+    is_lost: bool = False
 
     def summary(self, values: Sequence[Any]) -> dict[str, Any]:
         """Return what is recorded of the gradient, the update and the parameters; traceable."""
@@ -175,7 +180,7 @@ class MappedAxis:
     size: int
 
 
-RECORD: list[Callable[[Mark, Sequence[Any]], None]] = []
+RECORD: list[Callable[[Mark, Sequence[Any], tuple[MappedAxis, ...]], None]] = []
 """Takes the values of a mark that is evaluated, and not traced; empty while no audit is open."""
 
 mark_p = jex.Primitive("audit_mark")
@@ -185,8 +190,8 @@ mark_p.multiple_results = True
 def _evaluate(
     *values: Any, mark: Mark, through: int, axes: tuple[MappedAxis, ...]
 ) -> Sequence[Any]:
-    if RECORD and not axes:
-        RECORD[-1](mark, values)
+    if RECORD:
+        RECORD[-1](mark, values, axes)
     return list(values[:through])
 
 

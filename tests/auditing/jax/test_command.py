@@ -69,6 +69,34 @@ for xs, ys in rows(4, 2):
     p, s = step(p, s, xs, ys)
 """,
     ),
+    "pmap without a name, one model on each device": (
+        [],
+        """
+p, s = twice((linear, tx.init(linear)))
+@jax.pmap
+def step(p, s, x, y):
+    u, s = tx.update(jax.grad(mse)(p, x, y), s, p)
+    return optax.apply_updates(p, u), s
+for xs, ys in rows(4, 2):
+    p, s = step(p, s, xs, ys)
+""",
+    ),
+    "pmap of a loss that is added up, without a mean of gradients": (
+        ["wrong-scale"],
+        """
+p, s = twice((linear, tx.init(linear)))
+def loss(p, x, y):
+    total = jax.lax.psum(jnp.sum((x @ p["w"] + p["b"] - y) ** 2), "i")
+    return total / jax.lax.psum(len(x), "i")
+@functools.partial(jax.pmap, axis_name="i")
+def step(p, s, x, y):
+    g = jax.lax.psum(jax.grad(loss)(p, x, y), "i")
+    u, s = tx.update(g, s, p)
+    return optax.apply_updates(p, u), s
+for xs, ys in rows(4, 2):
+    p, s = step(p, s, xs, ys)
+""",
+    ),
     "pmap with a mean, donated": (
         [],
         """
