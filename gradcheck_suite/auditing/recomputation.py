@@ -569,6 +569,11 @@ SENTENCES = {
         "a checkpoint draws other random numbers in backward than in the forward"
         " (`preserve_rng_state=False`?)"
     ),
+    "redrawn of python": (
+        "a checkpoint calls a module ({module}) again inside of the backward, and it draws other"
+        " random numbers of Python or numpy than in the forward, which a checkpoint does not put"
+        " back"
+    ),
     "changed-batch": (
         "the memory of a model's input was filled with other values between its call and its"
         " backward, which then computes with these"
@@ -826,14 +831,33 @@ def _compute(asked: Asked, result: Recomputed) -> None:
             _blame(
                 "wrong-mode", SENTENCES["wrong-mode"].format(numbers=numbers), difference, result
             )
-    elif any(
-        found.random and found.redrawn and not found.functions for found in replayed
-    ):  # those draw on purpose
-        _blame("wrong-backward", SENTENCES["redrawn"], difference, result)
+    else:
+        _judge_draws(asked, parts, replayed, difference, result)
     if result.name is None:
         _judge_age(asked, parts, result)
     if result.name is None:
         _judge_functions(asked, parts, total.functions, result)
+
+
+def _judge_draws(
+    asked: Asked,
+    parts: Sequence[Part],
+    replayed: Sequence[Replayed],
+    difference: Difference,
+    result: Recomputed,
+) -> None:
+    """Judge what a checkpoint draws when it calls modules again inside of the backward."""
+    own = [found for found in replayed if not found.functions]  # those draw on purpose
+    if any(found.random and found.redrawn for found in own):
+        _blame("wrong-backward", SENTENCES["redrawn"], difference, result)
+        return
+    modules = [found.redrawn_of_python for found in own if found.redrawn_of_python]
+    if modules:
+        # what is called again may draw nothing
+        as_drawn, _, _ = _computed(asked, parts, How(as_drawn=True))
+        if as_drawn.worst is not None:
+            sentence = SENTENCES["redrawn of python"].format(module=modules[0])
+            _blame("wrong-backward", sentence, as_drawn, result)
 
 
 def _holds_in_turn(asked: Asked, turn: Turn, received: Sequence[Part], result: Recomputed) -> bool:
@@ -851,7 +875,7 @@ def _holds_in_turn(asked: Asked, turn: Turn, received: Sequence[Part], result: R
     compared = total.gradients.keys() & asked.compared.keys() & turn.arrived.keys()
     if not compared or total.functions - asked.known:
         return False
-    if any(found.random and found.redrawn for found in replayed):
+    if any((found.random and found.redrawn) or found.redrawn_of_python for found in replayed):
         return False
     if any(map(_lost_by, parts, replayed)):
         return False
