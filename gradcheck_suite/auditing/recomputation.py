@@ -819,7 +819,12 @@ def _compute(asked: Asked, result: Recomputed) -> None:
         return
     _cover(asked, total, result)
     if difference.worst is not None:
-        _judge_difference(asked, received, parts, difference, result)
+        try:
+            _judge_difference(asked, received, parts, difference, result)
+        except (Unexplained, NotReproducible):
+            _judge_functions(asked, parts, total.functions, result)
+            if result.name is None:
+                raise
     elif modes:
         parts = [
             replace(p, forward=replace(p.forward, modes=modes.get(p, p.forward.modes)))
@@ -1270,7 +1275,8 @@ def _judge_functions(
     asked.known.update((key, one) for key, each in found.items() for one in each)
     calls = [call for each in found.values() for call in each.values()]
     with quiet(), AsBefore(parts[0].forward.on):
-        verdicts = [judge_function(call) for call in calls]
+        accumulates = len(asked.passes) > 1
+        verdicts = [judge_function(call, accumulates=accumulates) for call in calls]
     verdicts += [FunctionReport(kind.__name__, note=NOT_CALLED) for kind in missed.values()]
     with contextlib.suppress(Exception):  # they cannot be called with copies
         verdicts += _written(parts, calls)
@@ -1333,7 +1339,7 @@ def blame_functions(
 
 
 def judge_calls_of_program(
-    calls: CallsOfProgram, passes: Iterable[Running], known: set[FunctionKey]
+    calls: CallsOfProgram, passes: Sequence[Running], known: set[FunctionKey]
 ) -> Recomputed:
     """Judge the custom functions that the program calls outside of recorded modules.
 
@@ -1348,7 +1354,8 @@ def judge_calls_of_program(
     result = Recomputed()
     if calls.has_calls:
         with quiet():
-            verdicts = [judge_function(call) for call in calls.taken()]
+            accumulates = len(passes) > 1
+            verdicts = [judge_function(call, accumulates=accumulates) for call in calls.taken()]
         blame_functions(verdicts, result, known)
     shown = {kind for one in passes for kind in one.outside.functions}
     new = {kind for kind in shown if not {kind, statement_of(kind)} & known}
