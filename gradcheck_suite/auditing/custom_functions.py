@@ -194,7 +194,7 @@ class Subject:
             dtype: of all real tensors; None for those that they have.
         """
         modules = reached(call.arguments).modules
-        holders = {
+        holders: dict[int, dict[str, Any]] = {
             id(held): held
             for module in modules
             for part in module.modules()
@@ -798,7 +798,7 @@ def _of_memory(call: Call) -> Fault | None:
             made = subject.applied(leaves, grad=True)
             live = [(o, c) for o, c in zip(made, cotangents, strict=True) if o.requires_grad]
             torch.manual_seed(0)
-            torch.autograd.backward(*zip(*live, strict=True))
+            torch.autograd.backward([o for o, _ in live], [c for _, c in live])
     for index in call.leaves & expected.keys():
         summed = leaves[index].grad
         size = _size(expected[index])

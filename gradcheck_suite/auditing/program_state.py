@@ -184,6 +184,11 @@ class ProgramState:
                     if name.startswith("__"):  # `__dict__` and the like cannot be set
                         self._walk(getattr(value, "__func__", None))
                         continue
+                    if isinstance(value, staticmethod) and issubclass(
+                        base, torch.autograd.Function
+                    ):  # what records its calls stands in its place for a while
+                        self._walk(value.__func__)
+                        continue
                     self.undo.callback(_set_attribute, base, name, value)
                 self._walk(value)
 
