@@ -73,7 +73,7 @@ def _is_local(e: E) -> Found:
 
 
 def _is_of_earlier_step(e: E) -> bool:
-    """Ask whether `.grad` is not empty, and nothing went backward since the last step."""
+    """Ask whether `.grad` is not empty, without a backward since the previous step."""
     return not e.indices and any(e.window.coefficients.values())
 
 
@@ -961,8 +961,8 @@ _WHOLE = in_order(
         "empty window",
         "stale-window",
         _is_of_earlier_step,
-        "nothing went backward since the last step, and `.grad` is not empty: the gradient of an"
-        " earlier step is still in it",
+        "step() was called without a backward() since the previous step, and `.grad` is not empty:"
+        " the gradient of an earlier step is still in it",
     ),
     ALL_RESET,
     Rule[E](
