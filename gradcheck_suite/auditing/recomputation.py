@@ -570,6 +570,11 @@ SENTENCES = {
         "a checkpoint draws other random numbers in backward than in the forward"
         " (`preserve_rng_state=False`?)"
     ),
+    "redrawn of python": (
+        "a checkpoint calls a module ({module}) again inside of the backward, and it draws other"
+        " random numbers of Python or numpy than in the forward, which a checkpoint does not put"
+        " back"
+    ),
     "changed-batch": (
         "the memory of a model's input was filled with other values between its call and its"
         " backward, which then computes with these"
@@ -815,7 +820,12 @@ def _compute(asked: Asked, result: Recomputed) -> None:
         return
     _cover(asked, total, result)
     if difference.worst is not None:
-        _judge_difference(asked, received, parts, difference, result)
+        try:
+            _judge_difference(asked, received, parts, difference, result)
+        except (Unexplained, NotReproducible):
+            _judge_functions(asked, parts, total.functions, result)
+            if result.name is None:
+                raise
     elif modes:
         parts = [
             replace(p, forward=replace(p.forward, modes=modes.get(p, p.forward.modes)))
@@ -827,14 +837,33 @@ def _compute(asked: Asked, result: Recomputed) -> None:
             _blame(
                 "wrong-mode", SENTENCES["wrong-mode"].format(numbers=numbers), difference, result
             )
-    elif any(
-        found.random and found.redrawn and not found.functions for found in replayed
-    ):  # those draw on purpose
-        _blame("wrong-backward", SENTENCES["redrawn"], difference, result)
+    else:
+        _judge_draws(asked, parts, replayed, difference, result)
     if result.name is None:
         _judge_age(asked, parts, result)
     if result.name is None:
         _judge_functions(asked, parts, total.functions, result)
+
+
+def _judge_draws(
+    asked: Asked,
+    parts: Sequence[Part],
+    replayed: Sequence[Replayed],
+    difference: Difference,
+    result: Recomputed,
+) -> None:
+    """Judge what a checkpoint draws when it calls modules again inside of the backward."""
+    own = [found for found in replayed if not found.functions]  # those draw on purpose
+    if any(found.random and found.redrawn for found in own):
+        _blame("wrong-backward", SENTENCES["redrawn"], difference, result)
+        return
+    modules = [found.redrawn_of_python for found in own if found.redrawn_of_python]
+    if modules:
+        # what is called again may draw nothing
+        as_drawn, _, _ = _computed(asked, parts, How(as_drawn=True))
+        if as_drawn.worst is not None:
+            sentence = SENTENCES["redrawn of python"].format(module=modules[0])
+            _blame("wrong-backward", sentence, as_drawn, result)
 
 
 def _holds_in_turn(asked: Asked, turn: Turn, received: Sequence[Part], result: Recomputed) -> bool:
@@ -852,7 +881,7 @@ def _holds_in_turn(asked: Asked, turn: Turn, received: Sequence[Part], result: R
     compared = total.gradients.keys() & asked.compared.keys() & turn.arrived.keys()
     if not compared or total.functions - asked.known:
         return False
-    if any(found.random and found.redrawn for found in replayed):
+    if any((found.random and found.redrawn) or found.redrawn_of_python for found in replayed):
         return False
     if any(map(_lost_by, parts, replayed)):
         return False
@@ -1247,11 +1276,12 @@ def _judge_functions(
     asked.known.update((key, one) for key, each in found.items() for one in each)
     calls = [call for each in found.values() for call in each.values()]
     with quiet(), AsBefore(parts[0].forward.on):
-        verdicts = [judge_function(call) for call in calls]
+        accumulates = len(asked.passes) > 1
+        verdicts = [judge_function(call, accumulates=accumulates) for call in calls]
     verdicts += [FunctionReport(kind.__name__, note=NOT_CALLED) for kind in missed.values()]
     with contextlib.suppress(Exception):  # they cannot be called with copies
         verdicts += _written(parts, calls)
-    blame_functions(verdicts, result)
+    blame_functions(verdicts, result, asked.known)
 
 
 def _written(parts: Sequence[Part], calls: Iterable[Call]) -> Iterable[FunctionReport]:
@@ -1283,11 +1313,20 @@ def _written(parts: Sequence[Part], calls: Iterable[Call]) -> Iterable[FunctionR
     return [FunctionReport(name_of(kind), WRITES, error=off / size) for kind in writing]
 
 
-def blame_functions(verdicts: Iterable[FunctionReport], result: Recomputed) -> None:
-    """Note what is known of custom functions, and blame the first one that is wrong."""
+def blame_functions(
+    verdicts: Iterable[FunctionReport], result: Recomputed, known: set[FunctionKey]
+) -> None:
+    """Note what is known of custom functions, and blame the first one that is wrong.
+
+    Args:
+        verdicts: of calls.
+        result: to which it is added.
+        known: what was noted already; new notes are added.
+    """
     for verdict in verdicts:
-        if verdict.note:
-            said = f"custom function {verdict.name}: {verdict.note}"
+        said = f"custom function {verdict.name}: {verdict.note}"
+        if verdict.note and said not in known:
+            known.add(said)
             result.notes.append(finding("custom-function", said))
         if verdict.fault and result.name is None:
             result.name = "wrong-backward"
@@ -1301,7 +1340,7 @@ def blame_functions(verdicts: Iterable[FunctionReport], result: Recomputed) -> N
 
 
 def judge_calls_of_program(
-    calls: CallsOfProgram, passes: Iterable[Running], known: set[FunctionKey]
+    calls: CallsOfProgram, passes: Sequence[Running], known: set[FunctionKey]
 ) -> Recomputed:
     """Judge the custom functions that the program calls outside of recorded modules.
 
@@ -1316,8 +1355,9 @@ def judge_calls_of_program(
     result = Recomputed()
     if calls.has_calls:
         with quiet():
-            verdicts = [judge_function(call) for call in calls.taken()]
-        blame_functions(verdicts, result)
+            accumulates = len(passes) > 1
+            verdicts = [judge_function(call, accumulates=accumulates) for call in calls.taken()]
+        blame_functions(verdicts, result, known)
     shown = {kind for one in passes for kind in one.outside.functions}
     new = {kind for kind in shown if not {kind, statement_of(kind)} & known}
     # a later call may take another branch
