@@ -194,12 +194,11 @@ class Subject:
             dtype: of all real tensors; None for those that they have.
         """
         modules = reached(call.arguments).modules
-        holders: dict[int, dict[str, Any]] = {
-            id(held): held
-            for module in modules
-            for part in module.modules()
-            for held in (part._parameters, part._buffers)
-        }
+        holders: dict[int, dict[str, Any]] = {}
+        for module in modules:
+            for part in module.modules():
+                holders[id(part._parameters)] = part._parameters
+                holders[id(part._buffers)] = part._buffers
         own = [
             (held, name, tensor)
             for held in holders.values()

@@ -47,7 +47,7 @@ from gradcheck_suite.auditing.samples import (
     sample,
 )
 from gradcheck_suite.auditing.terms import elements, factors_below, is_leaf, live, mark_call
-from gradcheck_suite.core.comparison import UNIT_ROUNDOFF
+from gradcheck_suite.core.comparison import UNIT_ROUNDOFF, dtype_name
 from gradcheck_suite.run.functions import ancestors, is_of_program, kinds_of
 
 LAZY = "a lazy module of the model has made its parameters in a call of it"
@@ -673,10 +673,7 @@ def _nudged(
         generator: of the signs; None for no change.
         lowered: the dtype to which autocast rounds it; None for none.
     """
-    units = [
-        UNIT_ROUNDOFF.get(str(each).removeprefix("torch."))
-        for each in (value.dtype.to_real(), lowered)
-    ]
+    units = [UNIT_ROUNDOFF.get(dtype_name(each)) for each in (value.dtype.to_real(), lowered)]
     unit = max((one for one in units if one is not None), default=None) if units[0] else None
     # a nested tensor has no shape, and one of compressed rows no product with signs
     if generator is None or unit is None or value.is_nested or value.layout != torch.strided:

@@ -64,6 +64,7 @@ from gradcheck_suite.core.comparison import (
     FEW_DRAWS,
     FURTHER_ROUNDINGS,
     UNIT_ROUNDOFF,
+    dtype_name,
     growth,
     student_factor,
 )
@@ -185,7 +186,7 @@ def from_outside(part: Part, *, hooks: bool = False) -> Part:
 
 def dtype_of(tensor: torch.Tensor) -> str:
     """Return the name of a dtype, float32 for one without a known unit roundoff."""
-    name = str(tensor.dtype.to_real()).removeprefix("torch.")
+    name = dtype_name(tensor.dtype.to_real())
     return name if name in UNIT_ROUNDOFF else "float32"
 
 
@@ -254,7 +255,7 @@ def by_micro_batch(parts: Sequence[Part], how: How) -> tuple[Total, list[Replaye
         # under autocast, the calls of one pass share a cast parameter, and their gradients are
         # added up in its dtype
         total.dtype = next(
-            (str(p.forward.autocast[1])[6:] for p in parts if p.forward.autocast[2]), None
+            (dtype_name(p.forward.autocast[1]) for p in parts if p.forward.autocast[2]), None
         )
     for part in parts:
         found = replay(part.forward, part.forward.arguments, part.cotangents, how)
@@ -408,7 +409,7 @@ def _coarsest(part: Part, outputs: Sequence[torch.Tensor]) -> str:
     """Return the coarsest dtype in which a call may have computed its outputs."""
     dtypes = [dtype_of(one) for one in (*outputs, *part.forward.module.parameters())]
     if part.forward.autocast[2]:
-        dtypes.append(str(part.forward.autocast[1]).removeprefix("torch."))
+        dtypes.append(dtype_name(part.forward.autocast[1]))
     return max((one for one in dtypes if one in UNIT_ROUNDOFF), key=UNIT_ROUNDOFF.__getitem__)
 
 
@@ -1074,7 +1075,7 @@ def _stale_casts(parts: Sequence[Part], replayed: Sequence[Replayed]) -> str:
             how = How(forward_only=True, own_parameters=True)
             own = replay(part.forward, part.forward.arguments, part.cotangents, how)
             if _off(part, own) == 0:
-                return str(dtype).removeprefix("torch.")
+                return dtype_name(dtype)
     return ""
 
 
