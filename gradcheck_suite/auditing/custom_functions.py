@@ -21,7 +21,14 @@ from typing import Any
 
 import torch
 
-from gradcheck_suite.auditing.function_calls import LARGEST, Call, Laid, of_operator, reached
+from gradcheck_suite.auditing.function_calls import (
+    LARGEST,
+    Call,
+    Laid,
+    of_operator,
+    reached,
+    waits_for_ranks,
+)
 from gradcheck_suite.auditing.program_state import NotRecomputed, unchanged
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF
 
@@ -41,6 +48,8 @@ MOVING = STEPS.index(1e-3)
 STEPS_OF = {torch.float64: STEPS, torch.float32: STEPS[: MOVING + 1]}
 LEAST_OF_CALLERS = 0.05
 """The same for one that calls a module or another function: a solver's adjoint may be an approximation."""
+LEAST_OF_DTYPES = 0.005
+"""The same between two dtypes: one may keep its arguments for the backward in bfloat16."""
 SPREAD = 0.05
 """Spread of a wrong factor of a function that passes a gradient where it is constant."""
 HALVINGS = 20
@@ -99,7 +108,8 @@ def judge_function(call: Call, *, accumulates: bool = True) -> FunctionReport:
         accumulates: whether the program adds up the gradients of several passes.
     """
     found = _of_forward(call)
-    if found.fault or found.note:
+    # what was found decides which calls follow, and ranks may find otherwise
+    if found.fault or found.note or waits_for_ranks():
         return found
     # each of these holds the backward to one that is known to be the derivative
     checks = [_of_own_dtype, _of_program, _of_second]
@@ -153,7 +163,7 @@ def _refusal(call: Call) -> str:
     parameters = {p for module in found.modules for p in (*module.parameters(), *module.buffers())}
     if sum(p.numel() for p in parameters) > LARGEST:
         return "it takes a module or another function"
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if waits_for_ranks():
         return "it takes a module or another function, which may wait for other ranks"
     return ""
 
@@ -560,7 +570,7 @@ class _Line:
             fine = along[MOVING : best + 1]
             if len(fine) < 2 or not off > STABLE * max(abs(value - right) for value in fine):
                 return JUMPS
-            if self._jumps(cotangents, slopes[best]):
+            if waits_for_ranks() or self._jumps(cotangents, slopes[best]):
                 return JUMPS
         return Ratio(got / right if right else math.inf)
 
@@ -703,7 +713,7 @@ def _of_own_dtype(call: Call) -> Fault | None:
     if unit <= UNIT_ROUNDOFF["float64"] or not any(map(_is_real, call.arguments)):
         return None
     generator = torch.Generator().manual_seed(1)
-    least = max(LEAST, ROUNDINGS * unit)
+    least = max(LEAST_OF_DTYPES, ROUNDINGS * unit)
     with Subject.of(call, None) as subject:
         point = subject.moved(generator)
         cotangents = [
