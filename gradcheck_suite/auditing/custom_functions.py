@@ -21,7 +21,14 @@ from typing import Any
 
 import torch
 
-from gradcheck_suite.auditing.function_calls import LARGEST, Call, Laid, of_operator, reached
+from gradcheck_suite.auditing.function_calls import (
+    LARGEST,
+    Call,
+    Laid,
+    of_operator,
+    reached,
+    waits_for_ranks,
+)
 from gradcheck_suite.auditing.program_state import NotRecomputed, unchanged
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF
 
@@ -41,6 +48,8 @@ MOVING = STEPS.index(1e-3)
 STEPS_OF = {torch.float64: STEPS, torch.float32: STEPS[: MOVING + 1]}
 LEAST_OF_CALLERS = 0.05
 """The same for one that calls a module or another function: a solver's adjoint may be an approximation."""
+LEAST_OF_DTYPES = 0.005
+"""The same between two dtypes: one may keep its arguments for the backward in bfloat16."""
 SPREAD = 0.05
 """Spread of a wrong factor of a function that passes a gradient where it is constant."""
 HALVINGS = 20
@@ -99,7 +108,8 @@ def judge_function(call: Call, *, accumulates: bool = True) -> FunctionReport:
         accumulates: whether the program adds up the gradients of several passes.
     """
     found = _of_forward(call)
-    if found.fault or found.note:
+    # what was found decides which calls follow, and ranks may find otherwise
+    if found.fault or found.note or waits_for_ranks():
         return found
     # each of these holds the backward to one that is known to be the derivative
     checks = [_of_own_dtype, _of_program, _of_second]
@@ -153,7 +163,7 @@ def _refusal(call: Call) -> str:
     parameters = {p for module in found.modules for p in (*module.parameters(), *module.buffers())}
     if sum(p.numel() for p in parameters) > LARGEST:
         return "it takes a module or another function"
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if waits_for_ranks():
         return "it takes a module or another function, which may wait for other ranks"
     return ""
 
@@ -222,6 +232,20 @@ class Subject:
                 for held, name, tensor in own:
                     held[name] = tensor
 
+    def moved(self, generator: torch.Generator) -> list[Any]:
+        """Return the arguments a little aside: recorded ones often lie at kinks."""
+        return [
+            v + JITTER * _direction(v, generator) if i in self.wanted else v
+            for i, v in enumerate(self.base)
+        ]
+
+    def leaves(self, point: Sequence[Any]) -> list[Any]:
+        """Return copies of arguments of which those that are looked at need a gradient."""
+        return [
+            v.detach().clone().requires_grad_() if i in self.wanted else v
+            for i, v in enumerate(point)
+        ]
+
     def bind(self, given: Sequence[Any]) -> None:
         """Let the modules have the tensors that are arguments, and copies of the others."""
         for held, name, tensor in self.tensors:
@@ -263,10 +287,7 @@ def _judged(subject: Subject, dtype: torch.dtype) -> FunctionReport:
     if not all(torch.equal(a, b) for a, b in zip(first, subject.outputs(base), strict=True)):
         note = "its backward was not checked, since its forward gives other outputs each time"
         return FunctionReport(name, note=note)
-    moved = [
-        v + JITTER * _direction(v, generator) if i in subject.wanted else v
-        for i, v in enumerate(base)
-    ]
+    moved = subject.moved(generator)
     outputs = subject.outputs(moved)
     if not all(torch.isfinite(output).all() for output in outputs):
         moved = base
@@ -406,9 +427,9 @@ class _Line:
         self.index = index
         self.direction = _direction(point[index], generator)
         # a backward may ask for the gradients of all that need one
-        leaves = {i: point[i].clone().requires_grad_() for i in subject.wanted}
+        leaves = subject.leaves(point)
         self.leaf = leaves[index]
-        self.given = subject.given([leaves.get(i, v) for i, v in enumerate(point)])
+        self.given = subject.given(leaves)
         self.outputs = subject.applied(self.given, grad=True)
         arrived = subject.arrived or [None] * len(self.outputs)
         # an output that the function marks as not differentiable has no derivative to compare
@@ -549,7 +570,7 @@ class _Line:
             fine = along[MOVING : best + 1]
             if len(fine) < 2 or not off > STABLE * max(abs(value - right) for value in fine):
                 return JUMPS
-            if self._jumps(cotangents, slopes[best]):
+            if waits_for_ranks() or self._jumps(cotangents, slopes[best]):
                 return JUMPS
         return Ratio(got / right if right else math.inf)
 
@@ -641,10 +662,7 @@ def _gradients(
         cotangents: of its real outputs; None for none.
         seed: of the random numbers that the backward may draw.
     """
-    leaves = [
-        v.detach().clone().requires_grad_() if i in subject.wanted else v
-        for i, v in enumerate(point)
-    ]
+    leaves = subject.leaves(point)
     outputs = subject.applied(subject.given(leaves), grad=True)
     live = [
         (o, c)
@@ -695,12 +713,9 @@ def _of_own_dtype(call: Call) -> Fault | None:
     if unit <= UNIT_ROUNDOFF["float64"] or not any(map(_is_real, call.arguments)):
         return None
     generator = torch.Generator().manual_seed(1)
-    least = max(LEAST, ROUNDINGS * unit)
+    least = max(LEAST_OF_DTYPES, ROUNDINGS * unit)
     with Subject.of(call, None) as subject:
-        point = [
-            v + JITTER * _direction(v, generator) if i in subject.wanted else v
-            for i, v in enumerate(subject.base)
-        ]
+        point = subject.moved(generator)
         cotangents = [
             torch.randn(o.shape, generator=generator).to(o) for o in subject.outputs(point)
         ]
@@ -785,10 +800,7 @@ def _of_memory(call: Call) -> Fault | None:
     with Subject.of(call, None) as subject:
         outputs = subject.outputs(subject.base)
         expected = dict[int, torch.Tensor]()
-        leaves = [
-            v.detach().clone().requires_grad_() if i in subject.wanted else v
-            for i, v in enumerate(subject.base)
-        ]
+        leaves = subject.leaves(subject.base)
         for _ in range(2):
             cotangents = [torch.randn(o.shape, generator=generator).to(o) for o in outputs]
             for i, gradient in _gradients(subject, subject.base, cotangents, seed=0).found.items():
@@ -821,10 +833,7 @@ def _of_second(call: Call) -> Fault | None:
         return None
     generator = torch.Generator().manual_seed(2)
     with Subject.of(call, torch.float64) as subject:
-        point = [
-            v + JITTER * _direction(v, generator) if i in subject.wanted else v
-            for i, v in enumerate(subject.base)
-        ]
+        point = subject.moved(generator)
         ratios = [_second_along(subject, point, generator) for _ in range(DIRECTIONS)]
     found = [one for one in ratios if one is not None]
     if len(found) < 2:
@@ -842,53 +851,45 @@ def _second_along(
     """Return what the derivative of `backward` is over its difference quotient along a random line;
     None where they agree, or where it is not smooth.
     """
-    leaves = [
-        v.detach().clone().requires_grad_() if i in subject.wanted else v
-        for i, v in enumerate(point)
-    ]
+
+    def draw(shape: torch.Size) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    leaves = subject.leaves(point)
     outputs = [o for o in subject.applied(subject.given(leaves), grad=True) if o.requires_grad]
-    cotangents = [
-        torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o).requires_grad_()
-        for o in outputs
-    ]
-    trained = [leaves[i] for i in subject.wanted]
-    first = torch.autograd.grad(outputs, trained, cotangents, create_graph=True, allow_unused=True)
-    weights = [
-        None if g is None else torch.randn(g.shape, generator=generator, dtype=g.dtype)
-        for g in first
-    ]
-    whole = sum((g * w).sum() for g, w in zip(first, weights, strict=True) if g is not None)
-    inputs = [*trained, *cotangents]
+    cotangents = [draw(o.shape).to(o).requires_grad_() for o in outputs]
+    trained = {i: leaves[i] for i in subject.wanted}
+    first = torch.autograd.grad(
+        outputs, list(trained.values()), cotangents, create_graph=True, allow_unused=True
+    )
+    found = {i: g for i, g in zip(trained, first, strict=True) if g is not None}
+    weights = {i: draw(g.shape).to(g) for i, g in found.items()}
+    inputs = [*trained.values(), *cotangents]
     directions = [_direction(v.detach(), generator) for v in inputs]
-    got = 0.0
-    size = 0.0
-    if isinstance(whole, torch.Tensor) and whole.requires_grad:
-        second = torch.autograd.grad(whole, inputs, allow_unused=True)
-        terms = [g * d for g, d in zip(second, directions, strict=True) if g is not None]
-        got = float(sum(term.sum() for term in terms))
-        size = math.hypot(*(float(term.norm()) for term in terms))
+    terms = _terms_along(sum((found[i] * w).sum() for i, w in weights.items()), inputs, directions)
+    got = float(sum(term.sum() for term in terms))
 
     def value(move: float) -> float:
         moved = [v.detach() + move * d for v, d in zip(inputs, directions, strict=True)]
-        values = dict(zip(subject.wanted, moved, strict=False))
-        at = _gradients(
-            subject,
-            [values.get(i, v) for i, v in enumerate(point)],
-            moved[len(trained) :],
-            seed=0,
-        )
-        return float(
-            sum(
-                (at.found[i] * w).sum()
-                for i, w in zip(subject.wanted, weights, strict=True)
-                if w is not None and i in at.found
-            )
-        )
+        values = dict(zip(trained, moved, strict=False))
+        there = [values.get(i, v) for i, v in enumerate(point)]
+        at = _gradients(subject, there, moved[len(trained) :], seed=0).found
+        return float(sum((at[i] * w).sum() for i, w in weights.items() if i in at))
 
     quotients = [(value(step) - value(-step)) / (2 * step) for step in SECOND_STEPS]
     right = quotients[-1]
     off = abs(got - right)
-    spread = max(abs(one - right) for one in quotients)
-    if not off > max(LEAST * max(abs(got), abs(right), size), STABLE * spread):
+    size = max(abs(got), abs(right), math.hypot(*(float(term.norm()) for term in terms)))
+    if not off > max(LEAST * size, STABLE * max(abs(one - right) for one in quotients)):
         return None
     return got / right if right else math.inf
+
+
+def _terms_along(
+    whole: Any, inputs: Sequence[torch.Tensor], directions: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return the terms of a derivative along a direction; none where the graph is lost."""
+    if not (isinstance(whole, torch.Tensor) and whole.requires_grad):
+        return []
+    found = torch.autograd.grad(whole, inputs, allow_unused=True)
+    return [g * d for g, d in zip(found, directions, strict=True) if g is not None]

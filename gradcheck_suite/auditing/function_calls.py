@@ -321,6 +321,11 @@ def _needs_gradient(arguments: Sequence[Any]) -> bool:
     return any(isinstance(value, torch.Tensor) and value.requires_grad for value in arguments)
 
 
+def waits_for_ranks() -> bool:
+    """Return whether a function may be called only where all ranks call it."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 class Recorder:
     """Keeps one call of each kind of a class.
 
@@ -360,15 +365,17 @@ class Recorder:
         def backward_of(backward: Callable[..., Any]) -> Callable[..., Any]:
             def recorded(context: Any, *gradients: Any) -> Any:
                 found = backward(context, *gradients)
-                with contextlib.suppress(Exception):
-                    self._note_backward(kind, context, gradients, found)
+                if not torch.compiler.is_compiling():
+                    with contextlib.suppress(Exception):
+                        self._note_backward(kind, context, gradients, found)
                 return found
 
             return recorded
 
         def context_of(setup: Callable[..., Any]) -> Callable[..., Any]:
             def recorded(context: Any, inputs: Any, output: Any) -> Any:
-                if (call := self._last) is not None and call.kind is kind:
+                compiles = torch.compiler.is_compiling()
+                if not compiles and (call := self._last) is not None and call.kind is kind:
                     self._last = None
                     with contextlib.suppress(Exception):
                         setattr(context, _MARK, call)
@@ -389,14 +396,17 @@ class Recorder:
         self, kind: Any, key: FunctionKey, arguments: Sequence[Any], *, by_itself: bool
     ) -> Call | None:
         of_class = self.calls.setdefault(key, {})
-        if not _needs_gradient(arguments):
+        is_first = not of_class and key not in self.known
+        if not _needs_gradient(arguments) or len(of_class) >= MOST:
+            return None
+        # ranks whose batches differ in shape would wait for each other's collectives
+        if not is_first and waits_for_ranks():
             return None
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return None
         signature = (kind in self.differentiated, *signature_of(arguments))
-        if signature in of_class or (key, signature) in self.known or len(of_class) >= MOST:
+        if signature in of_class or (key, signature) in self.known:
             return None
-        is_first = not of_class and key not in self.known
         size = sum(value.numel() for value in arguments if isinstance(value, torch.Tensor))
         if not is_first and size > LARGEST_FURTHER:
             return None
@@ -442,7 +452,9 @@ class Recorder:
         returned = found if isinstance(found, tuple) else (found,)
         if torch.is_grad_enabled() and kind not in self.differentiated:
             for gradient in returned:
-                if isinstance(gradient, torch.Tensor) and gradient.requires_grad:
+                # no hook is left on a tensor of the program's own that it may give
+                is_new = isinstance(gradient, torch.Tensor) and not gradient.is_leaf
+                if is_new and gradient.requires_grad:
                     gradient.register_hook(functools.partial(self._note_further, kind))
         call: Call | None = getattr(context, _MARK, None)
         if call is None or call.backward is not None or not call.is_copied:
