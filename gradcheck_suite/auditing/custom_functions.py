@@ -89,16 +89,21 @@ class FunctionReport:
 NOT_SEEN = "its backward was not checked, since no further call of it was seen"
 
 
-def judge_function(call: Call) -> FunctionReport:
+def judge_function(call: Call, *, accumulates: bool = True) -> FunctionReport:
     """Judge the `backward` of a custom function at one call.
 
     The random numbers of the process are changed.
+
+    Args:
+        call: the call.
+        accumulates: whether the program adds up the gradients of several passes.
     """
     found = _of_forward(call)
     if found.fault or found.note:
         return found
     # each of these holds the backward to one that is known to be the derivative
-    for further in (_of_own_dtype, _of_program, _of_second):
+    checks = [_of_own_dtype, _of_program, _of_second]
+    for further in [*checks, _of_memory] if accumulates else checks:
         with contextlib.suppress(Exception):  # it cannot be called in this way
             if fault := further(call):
                 return FunctionReport(call.name, fault.words, error=fault.error)
@@ -189,12 +194,11 @@ class Subject:
             dtype: of all real tensors; None for those that they have.
         """
         modules = reached(call.arguments).modules
-        holders = {
-            id(held): held
-            for module in modules
-            for part in module.modules()
-            for held in (part._parameters, part._buffers)
-        }
+        holders: dict[int, dict[str, Any]] = {}
+        for module in modules:
+            for part in module.modules():
+                holders[id(part._parameters)] = part._parameters
+                holders[id(part._buffers)] = part._buffers
         own = [
             (held, name, tensor)
             for held in holders.values()
@@ -401,8 +405,10 @@ class _Line:
         self.point = point
         self.index = index
         self.direction = _direction(point[index], generator)
-        self.leaf = point[index].clone().requires_grad_()
-        self.given = subject.given([self.leaf if i == index else v for i, v in enumerate(point)])
+        # a backward may ask for the gradients of all that need one
+        leaves = {i: point[i].clone().requires_grad_() for i in subject.wanted}
+        self.leaf = leaves[index]
+        self.given = subject.given([leaves.get(i, v) for i, v in enumerate(point)])
         self.outputs = subject.applied(self.given, grad=True)
         arrived = subject.arrived or [None] * len(self.outputs)
         # an output that the function marks as not differentiable has no derivative to compare
@@ -762,6 +768,46 @@ def _of_program(call: Call) -> Fault | None:
                 f"with respect to argument {index} it differed in the program by {share:.2g} of its"
                 " size from the derivative of its forward, which it is where it is called by itself"
                 " (it reads what was written after its forward)",
+                share,
+            )
+    return None
+
+
+def _of_memory(call: Call) -> Fault | None:
+    """Hold the sum of two passes in `.grad` to the sum of what each gave.
+
+    Torch puts the first gradient itself in `.grad`. A function that computes into one piece of
+    memory of its own each time overwrites it.
+    """
+    if not call.leaves:
+        return None
+    generator = torch.Generator().manual_seed(3)
+    with Subject.of(call, None) as subject:
+        outputs = subject.outputs(subject.base)
+        expected = dict[int, torch.Tensor]()
+        leaves = [
+            v.detach().clone().requires_grad_() if i in subject.wanted else v
+            for i, v in enumerate(subject.base)
+        ]
+        for _ in range(2):
+            cotangents = [torch.randn(o.shape, generator=generator).to(o) for o in outputs]
+            for i, gradient in _gradients(subject, subject.base, cotangents, seed=0).found.items():
+                expected[i] = expected[i] + gradient if i in expected else gradient
+            subject.bind(leaves)
+            made = subject.applied(leaves, grad=True)
+            live = [(o, c) for o, c in zip(made, cotangents, strict=True) if o.requires_grad]
+            torch.manual_seed(0)
+            torch.autograd.backward([o for o, _ in live], [c for _, c in live])
+    for index in call.leaves & expected.keys():
+        summed = leaves[index].grad
+        size = _size(expected[index])
+        off = math.inf if summed is None else _apart(summed, expected[index])
+        if off > max(LEAST, ROUNDINGS * _unit(call.arguments)) * size:
+            share = off / size if size else math.inf
+            return Fault(
+                f"with respect to argument {index} it gives the same memory each time, which `.grad`"
+                f" then is: a further pass overwrites it, and the sum is off by {share:.2g} of its"
+                " size",
                 share,
             )
     return None

@@ -104,6 +104,7 @@ class Call:
         random: the random numbers that it drew from.
         by_itself: whether the class is the function whatever its arguments are: one that is made
             anew in each forward may have values from there, which belong to the arguments.
+        leaves: indices of arguments that are parameters, to whose `.grad` is added what it gives.
         is_copied: whether its tensors are copies: a large call is not judged.
         bound: arguments that are parameters of modules which other arguments call.
         outputs: copies of what it gave.
@@ -117,6 +118,7 @@ class Call:
     arguments: list[Any]
     random: RandomState
     by_itself: bool = True
+    leaves: frozenset[int] = frozenset()
     is_copied: bool = True
     bound: list[Bound] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
@@ -307,6 +309,14 @@ def _copy(value: Any) -> Any:
     )
 
 
+def _leaves(arguments: Sequence[Any]) -> frozenset[int]:
+    return frozenset(
+        index
+        for index, value in enumerate(arguments)
+        if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
+    )
+
+
 def _needs_gradient(arguments: Sequence[Any]) -> bool:
     return any(isinstance(value, torch.Tensor) and value.requires_grad for value in arguments)
 
@@ -394,7 +404,15 @@ class Recorder:
             # a large call is not judged: no copy is made of it
             small = size <= LARGEST
             given = [_copy(value) if small else value for value in arguments]
-            call = Call(kind, given, RandomState.now(), by_itself, small, _bound(arguments))
+            call = Call(
+                kind,
+                given,
+                RandomState.now(),
+                by_itself,
+                _leaves(arguments),
+                small,
+                _bound(arguments),
+            )
         of_class[signature] = call
         return call
 

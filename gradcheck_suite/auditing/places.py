@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import dis
 import gc
-import importlib.util
 import inspect
 import linecache
 import os
 import re
 import sys
-import sysconfig
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import compress
-from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+from gradcheck_suite.core.frames import Owner, owner_of
 from gradcheck_suite.core.text import file_text
 
-_FOUND = importlib.util.find_spec("torch")  # does not import it: a script may be one of JAX alone
-_TORCH = os.path.dirname((_FOUND and _FOUND.origin) or "<no torch>") + os.sep
-_SUITE = str(Path(__file__).parents[1]) + os.sep
-_INSTALLED = tuple(
-    {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-)
+_SKIPPED = {Owner.MACHINERY, Owner.SUITE, Owner.TORCH}
+# code without a file may be the program of `python -c`
+_USERS = {Owner.UNNAMED, Owner.USER}
 
 
 @dataclass(frozen=True)
@@ -53,27 +47,16 @@ class Place:
 NOWHERE = Place("?")
 
 
-@lru_cache(maxsize=4096)
-def _kind_of_file(filename: str) -> str:
-    # `contextlib` stands between a user's line and what it calls under every context manager
-    if (
-        filename.startswith(("<frozen", "<eval_with_key>", _TORCH, _SUITE))
-        or filename == contextlib.__file__
-    ):
-        return "skip"
-    return "library" if filename.startswith(_INSTALLED) else "user"
-
-
 def is_users(filename: str | None) -> bool:
     """Return whether a source file is the user's own: neither of torch, nor of the suite, nor an
     installed package.
     """
-    return filename is not None and _kind_of_file(filename) == "user"
+    return filename is not None and owner_of(filename) in _USERS
 
 
 def is_own(filename: str) -> bool:
     """Return whether a source file is the suite's."""
-    return filename.startswith(_SUITE)
+    return owner_of(filename) is Owner.SUITE
 
 
 def shown(filename: str) -> str:
@@ -103,11 +86,11 @@ def here() -> Place:
     path = list[str]()
     # several frames: two losses that go backward through one helper of a trainer are two places
     while frame is not None and len(path) < MOST_FRAMES:
-        kind = _kind_of_file(frame.f_code.co_filename)
-        if kind != "skip":
+        owner = owner_of(frame.f_code.co_filename)
+        if owner not in _SKIPPED:
             place = f"{shown(frame.f_code.co_filename)}:{frame.f_lineno}"
             line = line or place
-            if kind == "user":
+            if owner in _USERS:
                 path.append(place)
         frame = frame.f_back
     return Place(line, tuple(path)) if line else NOWHERE
@@ -160,7 +143,7 @@ def loop_here() -> Loop | None:
     frame: FrameType | None = sys._getframe(1)
     found: list[Any] | None = None
     while frame is not None:
-        if _kind_of_file(frame.f_code.co_filename) == "user":
+        if is_users(frame.f_code.co_filename):
             around = [
                 names
                 for first, last, names in _for_loops(frame.f_code)
@@ -435,12 +418,23 @@ def _between(number: int, before: list[int], after: list[int]) -> set[int]:
 _LINE = re.compile(r'File "(?P<file>.+?)", line (?P<line>\d+)')
 
 
-def in_trace(entries: Iterable[str]) -> str | None:
-    """Return the innermost place of the user's own files in a formatted stack, or None."""
+def in_trace(entries: Iterable[str], *, through_libraries: bool = True) -> str | None:
+    """Return the innermost place of the user's own files in a formatted stack, or None.
+
+    Args:
+        entries: the stack, outermost frame first.
+        through_libraries: whether what a library does that a line of the user's has called is at
+            that line; else it is at none.
+    """
     for entry in reversed(list(entries)):
         found = _LINE.search(entry)
-        if found is not None and _kind_of_file(found["file"]) == "user":
+        if found is None:
+            continue
+        owner = owner_of(found["file"])
+        if owner is Owner.USER:
             return f"{shown(found['file'])}:{found['line']}"
+        if owner is Owner.LIBRARY and not through_libraries:
+            return None
     return None
 
 

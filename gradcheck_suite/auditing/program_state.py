@@ -48,8 +48,17 @@ class RandomState:
         torch.set_rng_state(self.cpu)
         if self.devices:
             torch.cuda.set_rng_state_all(list(self.devices))
+        self.set_of_python()
+
+    def set_of_python(self) -> None:
+        """Set those of Python and numpy alone."""
         np.random.set_state(self.numpy)
         random.setstate(self.python)
+
+    def is_same_of_python(self, other: RandomState) -> bool:
+        """Return whether those of Python and numpy are in the same states."""
+        same = self.python == other.python
+        return same and all(map(np.array_equal, self.numpy, other.numpy))
 
 
 @contextlib.contextmanager
@@ -174,6 +183,11 @@ class ProgramState:
                 if not isinstance(value, types.FunctionType):
                     if name.startswith("__"):  # `__dict__` and the like cannot be set
                         self._walk(getattr(value, "__func__", None))
+                        continue
+                    if isinstance(value, staticmethod) and issubclass(
+                        base, torch.autograd.Function
+                    ):  # what records its calls stands in its place for a while
+                        self._walk(value.__func__)
                         continue
                     self.undo.callback(_set_attribute, base, name, value)
                 self._walk(value)

@@ -64,6 +64,7 @@ from gradcheck_suite.core.comparison import (
     FEW_DRAWS,
     FURTHER_ROUNDINGS,
     UNIT_ROUNDOFF,
+    dtype_name,
     growth,
     student_factor,
 )
@@ -185,7 +186,7 @@ def from_outside(part: Part, *, hooks: bool = False) -> Part:
 
 def dtype_of(tensor: torch.Tensor) -> str:
     """Return the name of a dtype, float32 for one without a known unit roundoff."""
-    name = str(tensor.dtype.to_real()).removeprefix("torch.")
+    name = dtype_name(tensor.dtype.to_real())
     return name if name in UNIT_ROUNDOFF else "float32"
 
 
@@ -254,7 +255,7 @@ def by_micro_batch(parts: Sequence[Part], how: How) -> tuple[Total, list[Replaye
         # under autocast, the calls of one pass share a cast parameter, and their gradients are
         # added up in its dtype
         total.dtype = next(
-            (str(p.forward.autocast[1])[6:] for p in parts if p.forward.autocast[2]), None
+            (dtype_name(p.forward.autocast[1]) for p in parts if p.forward.autocast[2]), None
         )
     for part in parts:
         found = replay(part.forward, part.forward.arguments, part.cotangents, how)
@@ -408,7 +409,7 @@ def _coarsest(part: Part, outputs: Sequence[torch.Tensor]) -> str:
     """Return the coarsest dtype in which a call may have computed its outputs."""
     dtypes = [dtype_of(one) for one in (*outputs, *part.forward.module.parameters())]
     if part.forward.autocast[2]:
-        dtypes.append(str(part.forward.autocast[1]).removeprefix("torch."))
+        dtypes.append(dtype_name(part.forward.autocast[1]))
     return max((one for one in dtypes if one in UNIT_ROUNDOFF), key=UNIT_ROUNDOFF.__getitem__)
 
 
@@ -568,6 +569,11 @@ SENTENCES = {
     "redrawn": (
         "a checkpoint draws other random numbers in backward than in the forward"
         " (`preserve_rng_state=False`?)"
+    ),
+    "redrawn of python": (
+        "a checkpoint calls a module ({module}) again inside of the backward, and it draws other"
+        " random numbers of Python or numpy than in the forward, which a checkpoint does not put"
+        " back"
     ),
     "changed-batch": (
         "the memory of a model's input was filled with other values between its call and its"
@@ -807,13 +813,16 @@ def _compute(asked: Asked, result: Recomputed) -> None:
         return
     _cover(asked, total, result)
     if difference.worst is not None:
-        _judge_difference(asked, received, parts, difference, result)
+        try:
+            _judge_difference(asked, received, parts, difference, result)
+        except (Unexplained, NotReproducible):
+            _judge_functions(asked, parts, total.functions, result)
+            if result.name is None:
+                raise
     elif modes:
         _judge_modes(asked, parts, modes, result)
-    elif any(
-        found.random and found.redrawn and not found.functions for found in replayed
-    ):  # those draw on purpose
-        _blame("wrong-backward", SENTENCES["redrawn"], difference, result)
+    else:
+        _judge_draws(asked, parts, replayed, difference, result)
     if result.name is None:
         _judge_age(asked, parts, result)
     if result.name is None:
@@ -855,6 +864,27 @@ def _judge_modes(
         _blame("wrong-mode", SENTENCES["wrong-mode"].format(numbers=numbers), difference, result)
 
 
+def _judge_draws(
+    asked: Asked,
+    parts: Sequence[Part],
+    replayed: Sequence[Replayed],
+    difference: Difference,
+    result: Recomputed,
+) -> None:
+    """Judge what a checkpoint draws when it calls modules again inside of the backward."""
+    own = [found for found in replayed if not found.functions]  # those draw on purpose
+    if any(found.random and found.redrawn for found in own):
+        _blame("wrong-backward", SENTENCES["redrawn"], difference, result)
+        return
+    modules = [found.redrawn_of_python for found in own if found.redrawn_of_python]
+    if modules:
+        # what is called again may draw nothing
+        as_drawn, _, _ = _computed(asked, parts, How(as_drawn=True))
+        if as_drawn.worst is not None:
+            sentence = SENTENCES["redrawn of python"].format(module=modules[0])
+            _blame("wrong-backward", sentence, as_drawn, result)
+
+
 def _holds_in_turn(asked: Asked, turn: Turn, received: Sequence[Part], result: Recomputed) -> bool:
     """Compute one pass again, and return whether all is as it was.
 
@@ -870,7 +900,7 @@ def _holds_in_turn(asked: Asked, turn: Turn, received: Sequence[Part], result: R
     compared = total.gradients.keys() & asked.compared.keys() & turn.arrived.keys()
     if not compared or total.functions - asked.known:
         return False
-    if any(found.random and found.redrawn for found in replayed):
+    if any((found.random and found.redrawn) or found.redrawn_of_python for found in replayed):
         return False
     if any(map(_lost_by, parts, replayed)):
         return False
@@ -1064,7 +1094,7 @@ def _stale_casts(parts: Sequence[Part], replayed: Sequence[Replayed]) -> str:
             how = How(forward_only=True, own_parameters=True)
             own = replay(part.forward, part.forward.arguments, part.cotangents, how)
             if _off(part, own) == 0:
-                return str(dtype).removeprefix("torch.")
+                return dtype_name(dtype)
     return ""
 
 
@@ -1265,11 +1295,12 @@ def _judge_functions(
     asked.known.update((key, one) for key, each in found.items() for one in each)
     calls = [call for each in found.values() for call in each.values()]
     with quiet(), AsBefore(parts[0].forward.on):
-        verdicts = [judge_function(call) for call in calls]
+        accumulates = len(asked.passes) > 1
+        verdicts = [judge_function(call, accumulates=accumulates) for call in calls]
     verdicts += [FunctionReport(kind.__name__, note=NOT_CALLED) for kind in missed.values()]
     with contextlib.suppress(Exception):  # they cannot be called with copies
         verdicts += _written(parts, calls)
-    blame_functions(verdicts, result)
+    blame_functions(verdicts, result, asked.known)
 
 
 def _written(parts: Sequence[Part], calls: Iterable[Call]) -> Iterable[FunctionReport]:
@@ -1301,11 +1332,20 @@ def _written(parts: Sequence[Part], calls: Iterable[Call]) -> Iterable[FunctionR
     return [FunctionReport(name_of(kind), WRITES, error=off / size) for kind in writing]
 
 
-def blame_functions(verdicts: Iterable[FunctionReport], result: Recomputed) -> None:
-    """Note what is known of custom functions, and blame the first one that is wrong."""
+def blame_functions(
+    verdicts: Iterable[FunctionReport], result: Recomputed, known: set[FunctionKey]
+) -> None:
+    """Note what is known of custom functions, and blame the first one that is wrong.
+
+    Args:
+        verdicts: of calls.
+        result: to which it is added.
+        known: what was noted already; new notes are added.
+    """
     for verdict in verdicts:
-        if verdict.note:
-            said = f"custom function {verdict.name}: {verdict.note}"
+        said = f"custom function {verdict.name}: {verdict.note}"
+        if verdict.note and said not in known:
+            known.add(said)
             result.notes.append(finding("custom-function", said))
         if verdict.fault and result.name is None:
             result.name = "wrong-backward"
@@ -1319,7 +1359,7 @@ def blame_functions(verdicts: Iterable[FunctionReport], result: Recomputed) -> N
 
 
 def judge_calls_of_program(
-    calls: CallsOfProgram, passes: Iterable[Running], known: set[FunctionKey]
+    calls: CallsOfProgram, passes: Sequence[Running], known: set[FunctionKey]
 ) -> Recomputed:
     """Judge the custom functions that the program calls outside of recorded modules.
 
@@ -1334,8 +1374,9 @@ def judge_calls_of_program(
     result = Recomputed()
     if calls.has_calls:
         with quiet():
-            verdicts = [judge_function(call) for call in calls.taken()]
-        blame_functions(verdicts, result)
+            accumulates = len(passes) > 1
+            verdicts = [judge_function(call, accumulates=accumulates) for call in calls.taken()]
+        blame_functions(verdicts, result, known)
     shown = {kind for one in passes for kind in one.outside.functions}
     new = {kind for kind in shown if not {kind, statement_of(kind)} & known}
     # a later call may take another branch

@@ -67,6 +67,7 @@ from gradcheck_suite.auditing.terms import (
     used_at,
 )
 from gradcheck_suite.auditing.vectors import Vector, factor
+from gradcheck_suite.core.comparison import dtype_name
 from gradcheck_suite.core.findings import Found, finding
 
 # What trainers are configured with, read off the stack at a step; no trainer is imported.
@@ -998,7 +999,9 @@ class Recorder:
         if known is None or known.reference() is not parameter:
             key = self._keys[id(parameter)] = self._next_key
             self._next_key += 1
-            known = self.parameters[key] = Known(weakref.ref(parameter), str(parameter.dtype)[6:])
+            known = self.parameters[key] = Known(
+                weakref.ref(parameter), dtype_name(parameter.dtype)
+            )
             if samples.is_shard(parameter):
                 self._shards.add(key)
         if known.heard is None and parameter.requires_grad and parameter.is_leaf:

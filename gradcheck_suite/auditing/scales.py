@@ -19,7 +19,7 @@ import numpy as np
 
 from gradcheck_suite.auditing.places import Loop
 from gradcheck_suite.auditing.replay import StepWindow, near
-from gradcheck_suite.auditing.rules import Held, Rule, Sighting, decide
+from gradcheck_suite.auditing.rules import Held, Rule, Sighting, decide, in_order, names
 from gradcheck_suite.auditing.weights import WORDS, WRONG_COUNT, Key, Objective, spread
 from gradcheck_suite.core.faults import remedy_of
 from gradcheck_suite.core.findings import Found
@@ -900,15 +900,22 @@ _LEFT_IN = (
         "loss-scale",
     ),
 )
-_IN_ORDER: Sequence[Rule[E]] = (
-    Rule[E](
-        "other count",
-        "other-count",
-        _has_other_count,
-        "the loss is divided by {counts}, more than {own}: the accumulation is right, since the"
-        " whole window has one denominator",
-    ),
-    _silent("right", _is_right),
+_OTHER_COUNT = Rule[E](
+    "other count",
+    "other-count",
+    _has_other_count,
+    "the loss is divided by {counts}, more than {own}: the accumulation is right, since the"
+    " whole window has one denominator",
+)
+_UNDIVIDED = Rule[E](
+    "undivided",
+    "undivided-term",
+    _is_undivided,
+    "no division of this term ({term}) by the number of micro-batches is seen, where the one at"
+    " {line} ({beside}) is a mean over the window",
+)
+_COEFFICIENT = Rule[E]("coefficient", "coefficient", _is_coefficient, COEFFICIENT)
+_IN_ORDER = in_order(
     _wrong(
         "running count",
         _is_running_count,
@@ -988,46 +995,18 @@ _IN_ORDER: Sequence[Rule[E]] = (
         "the loss is divided by {divisor}, but it adds up {items} (padding or shifted labels"
         " counted?)",
     ),
-)
-_LAST: Sequence[Rule[E]] = (
-    Rule[E](
-        "undivided",
-        "undivided-term",
-        _is_undivided,
-        "no division of this term ({term}) by the number of micro-batches is seen, where the one at"
-        " {line} ({beside}) is a mean over the window",
-    ),
-    Rule[E]("coefficient", "coefficient", _is_coefficient, COEFFICIENT),
-)
-
-
-def _outranked(rule: Rule[E], after: Sequence[str]) -> Sequence[str]:
-    """Return the rules that one outranks: those after it, but for what a fault or a word on the
-    coefficient alone settles.
-    """
-    left_in = [one.name for one in _LEFT_IN]
-    if rule.name == "other count":
-        return ()
-    if rule.is_fault or rule.name == "right":
-        return (*after, *left_in, "undivided", "coefficient")
-    if rule.name == "plain sum":
-        return (*after, "coefficient")
     # of what is the program's own, a division that is missing may be said all the same
-    return (*after, "coefficient") if rule.is_silent else (*after, "undivided", "coefficient")
-
-
-def _table() -> Sequence[Rule[E]]:
-    names = [rule.name for rule in _IN_ORDER]
-    ranked = [
-        replace(rule, before=_outranked(rule, names[at + 1 :])) for at, rule in enumerate(_IN_ORDER)
-    ]
-    left_in = [replace(rule, before=("undivided", "coefficient")) for rule in _LEFT_IN]
-    undivided, coefficient = _LAST
-    return (*ranked, *left_in, replace(undivided, before=(coefficient.name,)), coefficient)
-
-
-SCALE_RULES = _table()
-"""What the coefficient of an objective may be."""
+    below=(_COEFFICIENT.name,),
+    of_faults=(*names(_LEFT_IN), _UNDIVIDED.name),
+)
+_RIGHT = _silent("right", _is_right)
+_NOT_RIGHT = (*_IN_ORDER, *_LEFT_IN, _UNDIVIDED, _COEFFICIENT)
+SCALE_RULES: Sequence[Rule[E]] = (
+    _OTHER_COUNT,
+    replace(_RIGHT, before=names(_NOT_RIGHT)),
+    *_NOT_RIGHT,
+)
+"""What the coefficient of an objective may be; of several words on it, the first one is said."""
 
 
 # Windows that begin or end at the wrong micro-batch.
@@ -1127,10 +1106,10 @@ def _of_objective(run: Run, notes: Counter[Found]) -> Iterator[Scale]:
             scale = _scale_of(e, fault)
             yield _as_window(e, scale) if scale.cause == "short-window" else scale
         else:
-            for one in decided.findings:
-                if not one.rule.is_silent:
-                    place = one.seen.where or str(use.objective.place)
-                    notes[one.rule.finding(replace(one.seen, where=place))] += 1
+            said = next((one for one in decided.findings if not one.rule.is_silent), None)
+            if said is not None:
+                place = said.seen.where or str(use.objective.place)
+                notes[said.rule.finding(replace(said.seen, where=place))] += 1
 
 
 def _may_be_hidden(e: E, fault: Held[E]) -> bool:
@@ -1146,7 +1125,7 @@ def _hidden(e: E, fault: Held[E]) -> Found:
     scale = _scale_of(e, fault)
     own = "the weights of the samples have its inverse"
     seen = replace(_either(scale.note, (scale.cause,), own), where=str(e.use.objective.place))
-    return _LAST[-1].finding(seen)
+    return _COEFFICIENT.finding(seen)
 
 
 def _scale_of(e: E, fault: Held[E]) -> Scale:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
@@ -42,7 +42,7 @@ from gradcheck_suite.auditing.replay import (
     StepWindow,
     near,
 )
-from gradcheck_suite.auditing.rules import Change, Need, Rule, Sighting
+from gradcheck_suite.auditing.rules import Change, Need, Rule, Sighting, in_order, names
 from gradcheck_suite.core.text import counted
 
 MOST_LINES = 3
@@ -73,7 +73,7 @@ def _is_local(e: E) -> Found:
 
 
 def _is_of_earlier_step(e: E) -> bool:
-    """Ask whether `.grad` is not empty, and nothing went backward since the last step."""
+    """Ask whether `.grad` is not empty, without a backward since the previous step."""
     return not e.indices and any(e.window.coefficients.values())
 
 
@@ -770,31 +770,6 @@ def _of_hooks(record: PassRecord, keys: Sequence[int]) -> float:
 # The table.
 
 
-def _in_order(
-    *rules: Rule[E], below: Sequence[str] = (), of_faults: Sequence[str] = ()
-) -> tuple[Rule[E], ...]:
-    """Return rules of which the first one that holds stands.
-
-    Args:
-        rules: the surest first.
-        below: rules that each of them outranks, too.
-        of_faults: rules that only the faults of them outrank.
-    """
-    names = [rule.name for rule in rules]
-    return tuple(
-        replace(
-            rule,
-            before=(*names[at + 1 :], *below, *(of_faults if rule.is_fault else ())),
-        )
-        for at, rule in enumerate(rules)
-    )
-
-
-def names(rules: Sequence[Rule[E]]) -> tuple[str, ...]:
-    """Return the names of rules."""
-    return tuple(rule.name for rule in rules)
-
-
 _REPEATED_RESCALING = "the running sum itself is rescaled at every micro-batch"
 _CHANGED = (
     "something else changes `.grad` between the backward passes, such as clipping, noise or a"
@@ -835,7 +810,7 @@ TAIL = Rule[E](
     causes=("in-audit",),
     kind="step-count",
 )
-_EDITS = _in_order(
+_EDITS = in_order(
     Rule[E]("results written", "composed-gradient", _is_written, is_silent=True),
     Rule[E](
         "edited",
@@ -845,7 +820,7 @@ _EDITS = _in_order(
         " decision",
     ),
 )
-_HOOKS = _in_order(
+_HOOKS = in_order(
     Rule[E](
         "hook again",
         "wrong-scale",
@@ -870,7 +845,7 @@ _HOOKS = _in_order(
     of_faults=names(_EDITS),
 )
 _AFTER = (*names(_HOOKS), *names(_EDITS))
-_UNEQUAL = _in_order(
+_UNEQUAL = in_order(
     Rule[E]("reset in some", "reset-inside-window", _is_reset_in_some, _ONLY_LAST, TOLD_APART),
     _clipped("clipped in some", _is_clipped_in_some, TOLD_APART),
     _rescaled("rescaled in some", _is_rescaled_in_some, TOLD_APART),
@@ -888,7 +863,7 @@ _UNEQUAL = _in_order(
     ),
     of_faults=_AFTER,
 )
-_LOST = _in_order(
+_LOST = in_order(
     Rule[E](
         "not finite",
         "reset-non-finite",
@@ -975,7 +950,7 @@ _LOST = _in_order(
     below=names(_UNEQUAL),
     of_faults=_AFTER,
 )
-_WHOLE = _in_order(
+_WHOLE = in_order(
     Rule[E](
         "local",
         "not-reduced",
@@ -986,8 +961,8 @@ _WHOLE = _in_order(
         "empty window",
         "stale-window",
         _is_of_earlier_step,
-        "nothing went backward since the last step, and `.grad` is not empty: the gradient of an"
-        " earlier step is still in it",
+        "step() was called without a backward() since the previous step, and `.grad` is not empty:"
+        " the gradient of an earlier step is still in it",
     ),
     ALL_RESET,
     Rule[E](

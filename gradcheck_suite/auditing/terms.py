@@ -314,6 +314,13 @@ def _line_of(node: Any) -> str | None:
     return in_trace(node.metadata.get("traceback_", ()))
 
 
+def _line_of_number(node: Any) -> str | None:
+    """Return the user's line that multiplies or divides; None where a library does it, as a trainer
+    whose call is no line to change.
+    """
+    return in_trace(node.metadata.get("traceback_", ()), through_libraries=False)
+
+
 def _by(name: str, number: torch.Tensor | float) -> float:
     """Return the factor that a product or a quotient with a number is."""
     by = float(number)
@@ -667,7 +674,7 @@ class Reader:
             if not one:
                 break
             if name in ("Div", "Mul") and (number := _number(node)) is not None:
-                above = *above, Number(name, number, _line_of(node))
+                above = *above, Number(name, number, _line_of_number(node))
             node, index = inputs[0]
         return self._end(node, index, above, name, inputs)
 

@@ -228,7 +228,7 @@ class OutputOptions(Options):
         "text",
         values_of(FORMATS),
         "write a machine-readable document to standard output, and everything else to standard"
-        " error: json (as --json), github (annotations), sarif (2.1.0)",
+        f" error: {', '.join(f'{name} ({what})' for name, what in FORMATS.items() if what)}",
         "--output-format",
         metavar="FORMAT",
     )

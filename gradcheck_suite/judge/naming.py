@@ -9,6 +9,7 @@ the sentence.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -17,6 +18,7 @@ from itertools import groupby
 import numpy as np
 import numpy.typing as npt
 
+from gradcheck_suite.core.comparison import UNIT_ROUNDOFF
 from gradcheck_suite.core.faults import FAULTS
 from gradcheck_suite.judge.weights import (
     Array,
@@ -32,7 +34,9 @@ from gradcheck_suite.judge.weights import (
 
 Holds = Callable[[Weights], bool]
 Text = Callable[[Weights, Steps], str]
-FORMATS = {"bfloat16": 8, "float16": 11, "float32": 24}
+FORMATS = {
+    name: round(-math.log2(UNIT_ROUNDOFF[name])) for name in ("bfloat16", "float16", "float32")
+}
 """Precision of the formats that weights may have been rounded to, in binary digits, the narrowest first."""
 MOST_DECIMALS = 6
 MOST_TIMES = 64

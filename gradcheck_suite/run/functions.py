@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -60,20 +62,18 @@ def replaced_forwards(
             and of the number of its first argument that the function is applied to, 1 where a
             context comes before it and 0 otherwise.
     """
-    kept: list[tuple[Any, Any]] = []
-    try:
+    with contextlib.ExitStack() as stack:
         for kind, made in replacements:
             function: Any = kind
+            # with `setup_context` of its own the forward gets no context
+            # (https://docs.pytorch.org/docs/stable/notes/extending.html)
             first = int(function.setup_context is torch.autograd.Function.setup_context)
-            kept.append((function, vars(kind).get("forward")))
-            function.forward = staticmethod(made(function.forward, first))
+            stack.enter_context(replaced_method(kind, "forward", partial(_given, made, first)))
         yield
-    finally:
-        for function, before in kept:
-            if before is None:
-                del function.forward
-            else:
-                function.forward = before
+
+
+def _given(made: Callable[[Forward, int], Forward], first: int, forward: Forward) -> Forward:
+    return made(forward, first)
 
 
 @contextlib.contextmanager
@@ -87,12 +87,6 @@ def replaced_method(
         name: of the method.
         made: makes the new method of the old one.
     """
-    before = vars(kind).get(name)
-    setattr(kind, name, staticmethod(made(getattr(kind, name))))
-    try:
+    # an inherited method is inherited again afterwards: `patch.object` removes what it has added
+    with mock.patch.object(kind, name, staticmethod(made(getattr(kind, name)))):
         yield
-    finally:
-        if before is None:
-            delattr(kind, name)
-        else:
-            setattr(kind, name, before)

@@ -247,6 +247,13 @@ for sizes in ((4, 5), (6, 7), (5, 5), (8, 6), (7, 4), (9, 6), (5, 6)):
     count = sum(sizes) + torch.randint(-2, 3, ()).item()
     step()
 """,
+    "faulty_missing_step": """
+for number in range(7):
+    for _ in range(2):
+        (loss() / 2).backward()
+    if number != 3:
+        step()
+""",
     "finding_constant_count": """
 for sizes in ((4, 5), (6, 7), (5, 5), (8, 6), (7, 4), (9, 6), (5, 6)):
     for n in sizes:

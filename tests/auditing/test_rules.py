@@ -56,6 +56,7 @@ SHOWN = {
     "faulty_reset_inside_after_single_passes": "last passes, whole window",
     "sound_skipped_single_passes": "whole window",
     "faulty_count_of_nothing": "wrong count",
+    "faulty_missing_step": "missing step",
     "finding_constant_count": "coefficient",
     # those of other tests
     "sound_curvature_last": "before the first step",
@@ -97,6 +98,8 @@ SHOWN = {
     "faulty_second_loss_undivided": "undivided, other length",
     "faulty_replays_by_place": "unequal replays",
     "faulty_overwritten": "written over",
+    "faulty_last_result_left_out": "left out",
+    "faulty_running_count_of_losses": "running count",
     "faulty_rows_of_padding": "wrong factor",
 }
 """A script -> rules that fire on it."""

@@ -211,6 +211,9 @@ def _zeros(aval: Any) -> Any:
     """Return zeros that vary over devices as a value does: `shard_map` sums gradients by that."""
     axes = tuple(varying(aval))
     zeros = jnp.zeros(aval.shape, aval.dtype)
+    spec = getattr(getattr(aval, "sharding", None), "spec", None) or ()
+    if any(part is not None for part in spec):  # cut up over explicit axes of a mesh
+        return jax.sharding.reshard(zeros, aval.sharding)
     return jax.lax.pcast(zeros, axes, to="varying") if axes else zeros
 
 

@@ -259,7 +259,7 @@ def sketch(leaves: Sequence[Any]) -> dict[str, Any]:
     parts = []
     norms = []
     for leaf in leaves:
-        flat = jnp.asarray(leaf).reshape(-1)
+        flat = _in_one_piece(jnp.asarray(leaf)).reshape(-1)
         flat = flat if flat.dtype == jnp.float64 else flat.astype(jnp.float32)
         number = flat.shape[0]
         if number <= SAMPLES:
@@ -270,6 +270,18 @@ def sketch(leaves: Sequence[Any]) -> dict[str, Any]:
             parts += [flat[_places(number)], jnp.stack([jnp.vdot(flat, wave) for wave in waves])]
         norms.append(jnp.sqrt(jnp.sum(flat * flat)))
     return {"sample": jnp.concatenate(parts), "norms": jnp.stack(norms)}
+
+
+def _in_one_piece(leaf: Any) -> Any:
+    """Return an array that is on each device as a whole, where its type says how it is cut up.
+
+    Elements cannot be taken out of one that is cut up over explicit axes of a mesh.
+    https://docs.jax.dev/en/latest/notebooks/explicit-sharding.html
+    """
+    sharding = getattr(jax.typeof(leaf), "sharding", None)
+    spec = getattr(sharding, "spec", ())
+    is_cut = any(part is not None for part in spec or ())
+    return jax.sharding.reshard(leaf, jax.sharding.PartitionSpec()) if is_cut else leaf
 
 
 def _places(number: int) -> np.ndarray[Any, np.dtype[np.int64]]:

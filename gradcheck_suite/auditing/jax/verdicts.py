@@ -138,11 +138,12 @@ class Verdicts:
                 continue  # other windows are as long, and lack nothing: it was discarded
             last = min(column.number for column in window.used)
             is_reset = all(column.number < last for column in window.lost)
-            lost = counted(len({column.number for column in window.lost}), "gradient")
+            number = len({column.number for column in window.lost})
+            are = "is" if number == 1 else "are"
             fault = StepFault(
                 "reset-inside-window" if is_reset else "dropped-micro-batch",
-                f"{lost} of the window, by the same parameters and at the same line, are not in the"
-                " gradient at the step",
+                f"{counted(number, 'gradient')} of the window, by the same parameters and at the same"
+                f" line, {are} not in the gradient at the step",
             )
             found.append(self.violation(fault, window, optimizer))
         return found

@@ -10,7 +10,7 @@ from gradcheck_suite.core.contract import EQUAL_MICRO_BATCHES, WHOLE_WINDOWS, de
 from gradcheck_suite.core.faults import FIX
 from gradcheck_suite.run.ranks import kept_ranks
 from gradcheck_suite.verification.check import check
-from gradcheck_suite.verification.search import first_cases
+from gradcheck_suite.verification.search import first_cases, slopes_case
 from studies.tests.zoo.mended import MENDS
 from studies.zoo import BUGS
 from tests.faults.small_cases import CASES
@@ -60,6 +60,9 @@ def cases_of(bug):
     if bug.problem is None:
         dtype = "float32" if is_jax(bug.loop) else "float64"
         found += first_cases(assumes, dtype, "cpu", bug.ranks, compiles=is_jax(bug.loop))
+    if bug.problem is None and "non-finite/poisoned-by-earlier-window" in bug.wanted:
+        # the only case here with a window whose gradient is infinite or NaN
+        found.append(slopes_case(assumes, "float32", "cpu"))
     for case in CASES[:1] if is_jax(bug.loop) else CASES:
         unequal = EQUAL_MICRO_BATCHES in assumes and len(set(case.plan.micro_batches)) > 1
         if unequal or (WHOLE_WINDOWS in assumes and case.plan.has_short_window):

@@ -408,6 +408,18 @@ for xs, ys in rows(4, 2):
     p, s = map(first, step(p, s, xs, ys))
 """,
     ),
+    "last_short_window_of_multi_steps": (
+        "tail-dropped",
+        """
+tx = optax.MultiSteps(optax.adam(1e-2), 3); p = linear; s = tx.init(p)
+@jax.jit
+def step(p, s, x, y):
+    u, s = tx.update(jax.grad(mse)(p, x, y), s, p)
+    return optax.apply_updates(p, u), s
+for xs, ys in rows(8, 1):
+    p, s = step(p, s, xs[0], ys[0])
+""",
+    ),
     "means_weighted_by_rows": (
         "wrong-count",
         """
