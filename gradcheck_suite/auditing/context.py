@@ -384,7 +384,11 @@ class TorchAudit:
         self._judge = self._new_judge(1)
         self._writer: RankWriter | None = None
         self._forwards = ModuleCalls(
-            self._records_calls, self._keep_cotangent, self._keep_mode, self._forwards_failed
+            self._records_calls,
+            self._keep_cotangent,
+            self._keep_mode,
+            self._forwards_failed,
+            lambda: self._recorder.steps_seen,
         )
         self._strays = Strays(self._recorder.parameters)
         self._modes = ModeChanges()
@@ -724,7 +728,7 @@ class TorchAudit:
     def _keep_cotangent(self, forward: ModuleCall, index: int, cotangent: torch.Tensor) -> None:
         if (running := self._observed()) is not None:
             if forward not in running.forwards:
-                forward.note_backward()
+                forward.note_backward(self._recorder.steps_seen)
             running.forwards.setdefault(forward, {})[index] = cotangent
             self._modes.kept(
                 running.record.place,

@@ -111,12 +111,14 @@ class AtBackward:
     Attributes:
         inputs: a fingerprint of each tensor of the arguments.
         point: a fingerprint of the parameters.
+        steps: how many steps the run had made.
         arguments: copies of the arguments, where these are other ones than at the call and are kept.
         parameters: the same of the parameters.
     """
 
     inputs: list[Fingerprint]
     point: Point
+    steps: int
     arguments: list[Any] = field(default_factory=list)
     parameters: Copies = field(default_factory=dict)
 
@@ -147,6 +149,7 @@ class ModuleCall:
         outputs: a sample of each output tensor through which a gradient may come.
         scalars: which outputs have no dimension.
         at_backward: how things were at each of its backward passes.
+        steps: how many steps the run had made when the module was called.
     """
 
     module: torch.nn.Module
@@ -167,6 +170,7 @@ class ModuleCall:
     outputs: list[Raw] = field(default_factory=list)
     scalars: list[bool] = field(default_factory=list)
     at_backward: list[AtBackward] = field(default_factory=list)
+    steps: int = 0
 
     @property
     def changed(self) -> bool:
@@ -202,8 +206,13 @@ class ModuleCall:
         """Whether a parameter had other values when its gradient came back than at the call."""
         return any(self.point != then.point for then in self.at_backward)
 
-    def note_backward(self) -> None:
-        """Note how things are when a pass begins to compute the call's gradient."""
+    @property
+    def is_of_before_a_step(self) -> bool:
+        """Whether an optimizer has stepped between the call and its backward."""
+        return any(self.steps != then.steps for then in self.at_backward)
+
+    def note_backward(self, steps: int) -> None:
+        """Note how things are when a pass begins to compute the call's gradient, after some steps."""
         inputs = _fingerprints(self.given)
         point = point_of(self.module)
         arguments = list[Any]()
@@ -212,7 +221,7 @@ class ModuleCall:
             arguments = [_copy_of(value) for value in self.given]
         if self.kept.parameters and point != self.point:
             parameters = _copies(self.module.parameters())
-        self.at_backward.append(AtBackward(inputs, point, arguments, parameters))
+        self.at_backward.append(AtBackward(inputs, point, steps, arguments, parameters))
 
 
 def _copy_of(value: Any) -> Any:
@@ -257,6 +266,7 @@ class ModuleCalls:
         ran: called with the id of a module, its mode, and the gradient that has reached an output
             of such a call.
         failed: called with an error of the suite's own.
+        steps: returns how many steps the run has made.
 
     Attributes:
         keeps: what is kept of a call as it was, since a call did not give the same again without:
@@ -272,7 +282,9 @@ class ModuleCalls:
         receive: Callable[[ModuleCall, int, torch.Tensor], None],
         ran: Callable[[int, bool, torch.Tensor], None],
         failed: Callable[[Exception], None],
+        steps: Callable[[], int],
     ) -> None:
+        self._steps = steps
         self.keeps: set[str] = set()
         self.redrawn = ""
         self._entered = dict[int, int]()
@@ -357,6 +369,7 @@ class ModuleCalls:
             kept=self._kept_of(module),
             on=modes,
             refusal=LAZY if any(map(is_lazy, parameters)) else "",
+            steps=self._steps(),
         )
         self._begun = arguments, made
 

@@ -584,8 +584,8 @@ SENTENCES = {
         " with other ones than the call"
     ),
     "before the step": (
-        "the parameters were written between the call of the model and its backward: the gradient is"
-        " the one at the parameters of before, and the step starts from other ones"
+        "an optimizer stepped between the call of the model and its backward: the gradient is the one"
+        " at the parameters of before, and the next step starts from other ones"
     ),
     "stale casts": (
         "autocast keeps the parameters of an earlier step, cast to {dtype}, since its context is"
@@ -941,7 +941,9 @@ def _judge_age(asked: Asked, parts: Sequence[Part], result: Recomputed) -> None:
     old = [
         part
         for part in parts
-        if part.forward.was_moved and part.forward.kept.parameters.keys() & asked.compared.keys()
+        if part.forward.was_moved
+        and part.forward.is_of_before_a_step  # a decay of the program's own is no part of a gradient
+        and part.forward.kept.parameters.keys() & asked.compared.keys()
     ]
     now = [
         replace(part, forward=replace(part.forward, kept=replace(part.forward.kept, parameters={})))

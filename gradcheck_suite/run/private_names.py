@@ -75,6 +75,7 @@ TABLE = (
             "torch.utils._python_dispatch._push_mode",
             "Node._input_metadata",
             "Node._saved_dim",
+            "Node._sequence_nr",
             "Node.metadata",
             "Node.register_prehook",
             "Node.next_functions",
@@ -93,6 +94,9 @@ TABLE = (
         ),
         (
             "_forward_cls",  # of the node of a custom Function
+            "_library",  # where torch keeps the operators of `torch.library.custom_op`
+            "_backend_fns",
+            "_init_fn",
             "_scale",  # of a GradScaler, once it has scaled
             "_per_optimizer_states",
             "_torchdynamo_disable",  # of a function that dynamo must not trace
