@@ -795,15 +795,8 @@ def _compute(asked: Asked, result: Recomputed) -> None:
         return
     parts = result.parts = [from_outside(part) for part in received]
     modes = {parts[received.index(part)]: mode for part, mode in modes.items()}
-    whole = None if modes else in_one_batch(parts)
-    if whole is not None and whole.gradients.keys() & asked.compared.keys():
-        difference = compare(asked.compared, whole, asked.factor, lambda seed: whole)
-        if difference.worst is None or asked.is_faulty:
-            result.how = ONE_BATCH
-            result.error = difference.error
-            _cover(asked, whole, result)
-            _judge_functions(asked, parts, whole.functions, result)
-            return
+    if not modes and _is_that_of_one_batch(asked, parts, result):
+        return
     difference, total, replayed = _computed(asked, parts, How())
     _expect_comparable(asked, total)
     if dtype := _stale_casts(parts, replayed):
@@ -827,16 +820,7 @@ def _compute(asked: Asked, result: Recomputed) -> None:
             if result.name is None:
                 raise
     elif modes:
-        parts = [
-            replace(p, forward=replace(p.forward, modes=modes.get(p, p.forward.modes)))
-            for p in parts
-        ]
-        difference, _, _ = _computed(asked, parts, How())
-        if difference.worst is not None:
-            numbers = ", ".join(str(index) for index in sorted({part.index for part in modes}))
-            _blame(
-                "wrong-mode", SENTENCES["wrong-mode"].format(numbers=numbers), difference, result
-            )
+        _judge_modes(asked, parts, modes, result)
     else:
         _judge_draws(asked, parts, replayed, difference, result)
     if result.name is None:
@@ -864,6 +848,41 @@ def _judge_draws(
         if as_drawn.worst is not None:
             sentence = SENTENCES["redrawn of python"].format(module=modules[0])
             _blame("wrong-backward", sentence, as_drawn, result)
+
+
+def _is_that_of_one_batch(asked: Asked, parts: Sequence[Part], result: Recomputed) -> bool:
+    """Compute all calls in one batch, and return whether that says all there is to be said."""
+    whole = in_one_batch(parts)
+    if whole is None or whole.gradients.keys().isdisjoint(asked.compared):
+        return False
+    difference = compare(asked.compared, whole, asked.factor, lambda seed: whole)
+    if difference.worst is not None and not asked.is_faulty:
+        return False
+    result.how = ONE_BATCH
+    result.error = difference.error
+    _cover(asked, whole, result)
+    _judge_functions(asked, parts, whole.functions, result)
+    return True
+
+
+def _judge_modes(
+    asked: Asked, parts: Sequence[Part], modes: Mapping[Part, tuple[bool, ...]], result: Recomputed
+) -> None:
+    """Ask whether the window has another gradient where all its calls are in one mode.
+
+    Args:
+        asked: the window.
+        parts: its calls.
+        modes: the calls in another mode than most, with the mode of those.
+        result: to which a fault is added.
+    """
+    alike = [
+        replace(p, forward=replace(p.forward, modes=modes.get(p, p.forward.modes))) for p in parts
+    ]
+    difference, _, _ = _computed(asked, alike, How())
+    if difference.worst is not None:
+        numbers = ", ".join(str(index) for index in sorted({part.index for part in modes}))
+        _blame("wrong-mode", SENTENCES["wrong-mode"].format(numbers=numbers), difference, result)
 
 
 def _holds_in_turn(asked: Asked, turn: Turn, received: Sequence[Part], result: Recomputed) -> bool:

@@ -501,6 +501,22 @@ def _copied(number: torch.Tensor) -> Raw:
     return number.detach().reshape(1).to(torch.float64, copy=True)
 
 
+def _declared(count: float | torch.Tensor, reduction: str, above: Numbers) -> _Found:
+    """Return a term of which the program has declared what it counts."""
+    counts: dict[str, Any] = {"counted": count}
+    return _Found(Term(("declared",), counts=counts, mean=reduction == "mean"), above=above)
+
+
+def _why_no_multiple(node: Any, name: str, inputs: Sequence[Edge]) -> str | None:
+    """Return why a product or quotient is no multiple of one thing, None where it is."""
+    # without an input at all, the factors are functions of parameters alone
+    if len(inputs) != 1 and len(live(node)) > 1:
+        return "a product or quotient of two things that have gradients"
+    if name == "Div" and node.next_functions[0] not in inputs:
+        return "one over something that has a gradient"
+    return None
+
+
 PendingTerm = _Found
 """A term whose numbers may still lie on a device."""
 
@@ -631,26 +647,19 @@ class Reader:
                 return None
             self._visited.add((node, index))
             if (declared := node.metadata.get(DECLARED)) is not None:
-                count, reduction = declared
-                term = Term(("declared",), counts={"counted": count}, mean=reduction == "mean")
-                return self._add(_Found(term, above=above), node, index)
+                return self._add(_declared(declared[0], declared[1], above), node, index)
             name = kind(node)
             inputs = live(node)
             if name == "_DDPSink":
                 inputs = _same(node, index, inputs)
             row = NODES.get(name, UNKNOWN)
-            if name in ("Div", "Mul") and len(inputs) > 1:
-                # a factor that is a function of parameters alone is the same for the whole window
-                inputs = [edge for edge in inputs if not _of_parameters(edge)]
-                if len(inputs) != 1:
-                    return self._opaque(
-                        node,
-                        index,
-                        above,
-                        "a product or quotient of two things that have gradients",
-                    )
-            if name == "Div" and node.next_functions[0] not in inputs:
-                return self._opaque(node, index, above, "one over something that has a gradient")
+            if name in ("Div", "Mul"):
+                if len(inputs) > 1:
+                    # a factor that is a function of parameters alone is the same for the whole
+                    # window
+                    inputs = [edge for edge in inputs if not _of_parameters(edge)]
+                if (why := _why_no_multiple(node, name, inputs)) is not None:
+                    return self._opaque(node, index, above, why)
             if row.scalar != OPAQUE and len(inputs) > 1 and name not in PRODUCTS:
                 for edge in inputs:
                     (self._scalar if elements(*edge) == 1 else self._vector)(*edge, above)

@@ -1122,7 +1122,8 @@ def diagnose(
     steps = [violated, *others]
     where = where or _alike(steps) or _where(violated, steps)
     wrong = [w for w in steps if not w.is_right]
-    for fault in _predicates(steps, wrong, known_only=known_only) if wrong else ():
+    faults = _predicates(steps, wrong, known_only=known_only) if wrong else ()
+    for fault in faults:
         if (
             fault.name in only
             and all(fault.holds(w) for w in wrong)

@@ -145,6 +145,7 @@ class DrawnInputs:
             self._found = self._difference(drawn_point(base, (), kind, 1, spans))
             if self._found is not None:
                 return None
+        # last of the given sizes: where something rare happens, gradients are not compared
         for point in rare_points(program, base, [*self.sides.points[1:], *self.asked]):
             self._found = self._difference(point)
             if self._found is not None:

@@ -164,6 +164,7 @@ def beyond_a_table(search: Search, place: int) -> Iterator[Hypothesis]:
                 own = {ref: get(source) for ref, source in free.items()}
                 rows = get(c.args[0])
                 at = _with_others(program, index.kind, own, get)
+                # https://docs.jax.dev/en/latest/_autosummary/jax.numpy.ndarray.at.html
                 at = torch.where(at < 0, at + len(rows), at).clamp(0, len(rows) - 1)
                 return [rows[at]]
 
@@ -752,6 +753,7 @@ def starts(search: Search, place: int) -> Iterator[Hypothesis]:
     read = dict.fromkeys(chain.from_iterable(calls[i].refs for i in body))
     alike = [r for r in read if search.matching.run.get(r).shape == shape]
     for start, first in permutations(alike, 2):
+        # a start comes from outside of the loop, and the first value is given, not computed in it
         if start.kind in line or not _is_moved(search, first):
             continue
         if not search.matching.run.get(start).any():
@@ -1207,6 +1209,7 @@ def _exchanged_modules(
         return
     at = min(path, other)
     yield _exchange(pairs, f"the parameters of {path} and {other}", at)
+    # of a single pair the exchange of the modules is that of the pair
     if len(pairs) > 1:
         for pair in pairs:
             yield _exchange([pair], " and ".join(pair), at)
@@ -1217,6 +1220,7 @@ def _blocks_of_a_module(search: Search, path: str, names: Sequence[str]) -> Iter
     rows = {n: len(search.matching.run.leaves["state", n]) for n in names}
     for size in dict.fromkeys(rows.values()):
         both = [n for n in names if rows[n] == size]
+        # queries, keys and values are three blocks, the gates of an LSTM four
         for k in (3, 4):
             if len(both) < 2 or size % k or size <= k:
                 continue
@@ -1348,6 +1352,7 @@ def _done_later(search: Search, place: int, block: Sequence[int]) -> Iterator[Hy
         return
     first = calls[block[0]]
     named = first.path if len(block) > 1 else first.label
+    # a residual branch may be long: what stands further behind is another block's
     behind_it = walked(list(block[-1:]), lambda i: program.readers.get(Ref(i, 0), []), 16)
     for end in islice(behind_it, 20):
         second = calls[end]

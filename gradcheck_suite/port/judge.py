@@ -648,6 +648,7 @@ class Judge:
         points = self.sides.points
         skip = {str(key[1]) for key in self.repairs.leaves if key[0] == "state"} | self._unloaded
         if self._opaque is not None:
+            # the values that were put in are those of one input
             points = [self._opaque.point]
             skip |= self._before(self._opaque)
             self._note(
@@ -688,6 +689,7 @@ class Judge:
                 elif isinstance(ref.kind, int) and ref.kind not in upstream:
                     upstream.add(ref.kind)
                     todo.append(ref.kind)
+        # a tied parameter has its gradient from both of its places
         tied = {self.map.offsets[n] for n in found if n in self.map.offsets}
         return found | {n for n, start in self.map.offsets.items() if start in tied}
 

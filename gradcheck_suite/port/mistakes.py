@@ -1164,6 +1164,7 @@ def _other_values(index: int, name: str, argument: str, value: float) -> Iterato
 
     tiny = name in ("add", "clamp_min", "clamp") and 0 < abs(value) < 1e-2
     if name.startswith("clamp") and not tiny:
+        # a limit that is left out is more usual than another one, which may do the same here
         free = -math.inf if argument == "min" else math.inf
         yield Hypothesis("missing-operation", f"no limit at {value:g}", put(free))
     cause = "scale" if name in ("mul", "div") else "constant"

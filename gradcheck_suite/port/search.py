@@ -444,17 +444,13 @@ class Search:
                 continue
             tried.append(set(changes))
             every = self.test(found.place, replace(found.hypothesis, changes=changes))
-            if every is not None and self._keeps_matched(every) and every.is_better_than(best):
+            if (
+                every is not None
+                and _keeps_matched(self.matching, every)
+                and every.is_better_than(best)
+            ):
                 best = every
         return best
-
-    def _keeps_matched(self, found: Found) -> bool:
-        """Return whether each changed call whose result the port has still has a result of the
-        port's.
-        """
-        side = self.matching.side
-        matched = [i for i in found.hypothesis.changes if self.matching.status[i]]
-        return all(side.has(found.run.seen[i]) is not False for i in matched)
 
     # the neighbourhood of a place
 
@@ -686,6 +682,12 @@ def in_every_layer(names: Sequence[str], leaves: Mapping[Any, Any]) -> dict[Any,
             ) in names:
                 made["state", other] = Ref("state", partner)
     return made
+
+
+def _keeps_matched(matching: Matching, found: Found) -> bool:
+    """Return whether each changed call whose result the port has still has a result of the port's."""
+    matched = [i for i in found.hypothesis.changes if matching.status[i]]
+    return all(matching.side.has(found.run.seen[i]) is not False for i in matched)
 
 
 def _shapes(run: TorchRun) -> list[torch.Size]:

@@ -429,6 +429,7 @@ class Sides:
         before = self._order(self._their_names)
         self._partners = [before[k] for k in order]
         self._jax.clear()
+        # what was computed at a point has the outputs in the order before
         for point in self.points:
             point.kept.clear()
 

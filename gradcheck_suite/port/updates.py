@@ -217,6 +217,7 @@ def _value_of(cause: str, key: str, *values: Any) -> Row:
 
     def others(recipe: Recipe) -> list[Any]:
         mine = recipe.groups[0].get(key)
+        # True is 1 to Python: a switch has no numbers, and a number no switches
         alike = [v for v in values if isinstance(v, bool) == isinstance(mine, bool)]
         return [v for v in alike if v != mine] if mine is not None else []
 
@@ -317,6 +318,7 @@ def _settings(mine: Recipe, raw: Steps, wrong: Mapping[Any, str]) -> Iterator[Se
     fitting = (row.alterations(mine) for row in FORMS if row.is_of(name))
     forms = list(chain.from_iterable(fitting))
     yield from _unclipped(mine, raw)
+    # with a momentum, the first two forms are the most usual mistakes of all
     if mine.groups[0].get("momentum"):
         yield from forms[:2]
     yield from _decay_masks(mine, wrong)

@@ -589,3 +589,47 @@ def test_a_large_call_is_not_judged_and_this_is_said(monkeypatch):
         "its arguments have 40 elements"
         in judged(elementwise(lambda x: x * 2, ones), leaf(8, 5)).note
     )
+
+
+class _Again(torch.autograd.Function):
+    """A checkpoint of one's own that calls functions and no module, without the random state."""
+
+    @staticmethod
+    def forward(ctx, run, x, *parameters):
+        ctx.run = run
+        ctx.parameters = parameters
+        ctx.save_for_backward(x)
+        return run(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.run(x)
+        return None, *torch.autograd.grad(y, (x, *ctx.parameters), gradient)
+
+
+class _OfFunctions(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(3, 4)
+        self.weight = torch.nn.Parameter(torch.randn(1, 4))
+
+    def forward(self, x):
+        def run(hidden):
+            return F.linear(F.dropout(hidden), self.weight)
+
+        return _Again.apply(run, self.first(x), self.weight)
+
+
+def test_a_checkpoint_that_calls_functions_alone_is_said_not_to_be_checked():
+    torch.manual_seed(0)
+    model = _OfFunctions()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradcheck_suite.audit(quiet=True) as audit:
+        for _ in range(4):
+            model(torch.randn(5, 3)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    said = [str(f) for f in audit.result.named_findings if f.name == "custom-function"]
+    assert any("_Again: its backward was not checked" in one for one in said), audit.result

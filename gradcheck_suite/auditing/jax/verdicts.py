@@ -12,6 +12,7 @@ from gradcheck_suite.auditing.jax.mapping import devices_of, pending_of, step_wi
 from gradcheck_suite.auditing.jax.windows import (
     Optimizer,
     Window,
+    is_uneven,
 )
 from gradcheck_suite.auditing.places import Place
 from gradcheck_suite.auditing.rules import StepFault
@@ -67,7 +68,8 @@ class Verdicts:
 
     def __post_init__(self) -> None:
         self._weighed: dict[int, Weighed] = {}
-        self._weighed_at = -1
+        self._weighed_at = (-1, 0)
+        self._clipped: set[int] = set()
 
     def skip(self, place: Place, name: str, reason: str) -> None:
         """Say why a step was not judged."""
@@ -83,7 +85,10 @@ class Verdicts:
 
     def violate(self, fault: StepFault, window: Window, optimizer: Optimizer) -> None:
         """Add the violation that a fault of a window is."""
-        self.found.append(self.violation(fault, window, optimizer))
+        found = self.violation(fault, window, optimizer)
+        self.found.append(found)
+        if found.diagnosis == "clipped":
+            self._clipped.add(optimizer.index)
 
     # What the run shows.
 
@@ -149,13 +154,16 @@ class Verdicts:
         return found
 
     def _weigh(self) -> None:
-        if not self.judges_weights or self._weighed_at == len(self.shown):
+        now = len(self.shown), len(self._clipped)
+        if not self.judges_weights or self._weighed_at == now:
             return
-        self._weighed_at = len(self.shown)
+        self._weighed_at = now
         by_optimizer: defaultdict[int, list[Shown]] = defaultdict(list)
         lost = {id(shown) for shown in self.lost}
         for shown in self.shown:
-            if id(shown) not in lost:
+            # where one micro-batch alone was clipped, its window does not show it by itself
+            is_clipped = shown.optimizer.index in self._clipped and is_uneven(shown.window)
+            if id(shown) not in lost and not is_clipped:
                 by_optimizer[shown.optimizer.index].append(shown)
         self._weighed.clear()
         for index, several in by_optimizer.items():

@@ -493,6 +493,12 @@ def implicit_step(number: int, place: Place, columns: Sequence[Column], after: C
     )
 
 
+def is_uneven(window: Window) -> bool:
+    """Return whether gradients have different coefficients in a window."""
+    sizes = np.array([c for c in window.coefficients if c])
+    return len(sizes) > 1 and not near(sizes, sizes.max(), window.tolerance)
+
+
 def clipped_norm(window: Window) -> bool:
     """Return whether gradients were cut to one norm before they were added up."""
     sizes = np.array([c for c in window.coefficients if c])
