@@ -622,7 +622,7 @@ class _OfFunctions(torch.nn.Module):
         return _Again.apply(run, self.first(x), self.weight)
 
 
-def test_a_checkpoint_that_calls_functions_alone_is_checked():
+def test_a_checkpoint_that_calls_functions_alone_and_draws_anew_is_found():
     torch.manual_seed(0)
     model = _OfFunctions()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
