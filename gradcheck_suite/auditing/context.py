@@ -873,7 +873,9 @@ class TorchAudit:
             return
         passes = [self._running[i] for i in window.passes if i in self._running]
         with self._alone():
-            found = judge_calls_of_program(self._outside, passes, self._functions)
+            found = judge_calls_of_program(
+                self._outside, passes, self._functions, self._forwards.functions
+            )
         for note in found.notes:
             self._judge.note(note)
         if found.name is not None and self._judge.of_last_step() is None:

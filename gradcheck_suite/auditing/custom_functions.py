@@ -62,6 +62,10 @@ IGNORES = (
     "its backward gives a gradient where the one of its output is 0: it is right only for the"
     " gradient that it expects, such as 1"
 )
+CONTIGUOUS = (
+    "its backward is another one for a gradient that is not contiguous in memory; it is right for"
+    " those that were seen"
+)
 IDENTITY = "it returns its input and changes the gradient of it"
 JUMPS = "its backward is not the derivative of its forward, which jumps or bends near by"
 GIVEN = "the forward that makes its class gives it values"
@@ -117,6 +121,9 @@ def judge_function(call: Call, *, accumulates: bool = True) -> FunctionReport:
         with contextlib.suppress(Exception):  # it cannot be called in this way
             if fault := further(call):
                 return FunctionReport(call.name, fault.words, error=fault.error)
+    with contextlib.suppress(Exception):  # it takes contiguous gradients alone, and says so
+        if _needs_contiguous(call):
+            return FunctionReport(call.name, note=CONTIGUOUS)
     return found
 
 
@@ -751,6 +758,21 @@ def _of_own_dtype(call: Call) -> Fault | None:
                 share,
             )
     return None
+
+
+def _needs_contiguous(call: Call) -> bool:
+    """Return whether `backward` depends on how a gradient of its outputs lies in memory."""
+    generator = torch.Generator().manual_seed(4)
+    with Subject.of(call, None) as subject:
+        outputs = subject.outputs(subject.base)
+        if not any(output.dim() > 1 for output in outputs):
+            return False
+        rows = [torch.randn(o.shape, generator=generator).to(o) for o in outputs]
+        columns = [c.mT.contiguous().mT if c.dim() > 1 else c for c in rows]
+        one = _gradients(subject, subject.base, rows, seed=0).found
+        other = _gradients(subject, subject.base, columns, seed=0).found
+    least = max(LEAST, ROUNDINGS * _unit(call.arguments))
+    return any(_apart(other[i], gradient) > least * _size(gradient) for i, gradient in one.items())
 
 
 def _of_program(call: Call) -> Fault | None:

@@ -271,6 +271,7 @@ class ModuleCalls:
     Attributes:
         keeps: what is kept of a call as it was, since a call did not give the same again without:
             `INPUTS`, `PARAMETERS`, `STATE`.
+        functions: classes of custom functions in the graphs of recorded calls.
         redrawn: the class of a module that was called once more inside of a backward of this
             window, for a gradient of its own, and drew other random numbers than before; else
             empty.
@@ -286,6 +287,8 @@ class ModuleCalls:
     ) -> None:
         self._steps = steps
         self.keeps: set[str] = set()
+        self.functions: set[type] = set()
+        self._looked_at: set[tuple[int, bool]] = set()
         self.redrawn = ""
         self._entered = dict[int, int]()
         self._drawn: defaultdict[int, set[int]] = defaultdict(set)
@@ -476,6 +479,9 @@ class ModuleCalls:
         if any(not p.is_leaf for p in module.parameters()):
             forward.refusal = LENT.format(here().line)
         seen = set[int]()
+        if (once := (id(module), module.training)) not in self._looked_at:
+            self._looked_at.add(once)
+            self.functions |= set(filter(is_of_program, kinds_of(differentiable(output))))
         mark_call(differentiable(output), values)
         for tensor in filter(_computes_in_python, leaves_of(output)):
             forward.refusal = OF_PYTHON.format(type(tensor).__name__)

@@ -1361,7 +1361,10 @@ def blame_functions(
 
 
 def judge_calls_of_program(
-    calls: CallsOfProgram, passes: Sequence[Running], known: set[FunctionKey]
+    calls: CallsOfProgram,
+    passes: Sequence[Running],
+    known: set[FunctionKey],
+    of_calls: Set[type] = frozenset(),
 ) -> Recomputed:
     """Judge the custom functions that the program calls outside of recorded modules.
 
@@ -1372,6 +1375,7 @@ def judge_calls_of_program(
         calls: what was recorded of those that earlier windows have shown.
         passes: of this window.
         known: the functions that need not be judged; new ones are added.
+        of_calls: those in recorded calls, of which a window may not be computed again.
     """
     result = Recomputed()
     if calls.has_calls:
@@ -1379,7 +1383,7 @@ def judge_calls_of_program(
             accumulates = len(passes) > 1
             verdicts = [judge_function(call, accumulates=accumulates) for call in calls.taken()]
         blame_functions(verdicts, result, known)
-    shown = {kind for one in passes for kind in one.outside.functions}
+    shown = {kind for one in passes for kind in one.outside.functions} | of_calls
     new = {kind for kind in shown if not {kind, statement_of(kind)} & known}
     # a later call may take another branch
     inside = {kind for kind in known if isinstance(kind, type)}

@@ -9,7 +9,12 @@ import functools
 import pytest
 import torch
 
-from gradcheck_suite.auditing.custom_functions import CONSTANT, IGNORES, judge_function
+from gradcheck_suite.auditing.custom_functions import (
+    CONSTANT,
+    CONTIGUOUS,
+    IGNORES,
+    judge_function,
+)
 from gradcheck_suite.auditing.function_calls import CallsOfProgram, first_calls
 from tests.auditing.test_recomputation import custom, elementwise, leaf, slope
 
@@ -138,6 +143,18 @@ def test_a_gradient_that_is_not_contiguous(is_faulty, passed, reads_wrongly):
 
     (fault,) = faults(custom(torch.tanh, backward), [leaf(8, 5)], passed=passed)
     assert bool(fault) == is_faulty, fault
+
+
+@pytest.mark.parametrize("reads_rows", [True, False])
+def test_a_gradient_of_another_layout_than_those_that_were_seen_is_noted(reads_rows):
+    def backward(context, gradient):
+        (x,) = context.saved_tensors
+        if reads_rows:
+            gradient = torch.as_strided(gradient, gradient.shape, (gradient.shape[1], 1))
+        return gradient * slope(x)
+
+    (report,) = reports(custom(torch.tanh, backward), [leaf(8, 5)])
+    assert (report.fault, report.note) == ("", CONTIGUOUS if reads_rows else "")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
