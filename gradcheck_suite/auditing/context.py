@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal, TextIO
 
+import numpy as np
 import torch
 
 from gradcheck_suite.auditing.custom_functions import (
@@ -490,6 +491,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
                 )
         return self._result
 
+    @np.errstate(all="ignore")
     def _closed(self, error: BaseException | None) -> Result:
         if not self._opened:
             raise UsageError(
@@ -749,6 +751,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             self._dtypes.setdefault(key, known.dtype)
         return events
 
+    # a gradient may be infinite, and what the program prints stays what it was
+    @np.errstate(all="ignore")
     def _judge_events(self, *, again: bool = False) -> None:
         """Judge what was recorded since the last step, and compute its window again where that is
         asked.
@@ -761,6 +765,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             # it is known whether it helps
             self._tried |= self._forwards.keeps
             self._recompute(window)
+            self._judge_written(window)
             self._judge_draws(window)
         if window is not None and (again or self._outside.has_calls):
             self._judge_functions(window)
@@ -912,10 +917,20 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         with self._recorder.mute(), without_gradients([p for p in own if p is not None]):
             yield
 
+    def _judge_written(self, window: StepWindow) -> None:
+        """Judge what was written between a forward and its backward, which reads it."""
+        for index in window.passes:
+            found = self._running[index].written if index in self._running else None
+            if found is not None and self._judge.of_last_step() is None:
+                fault = StepFault(found.name, found.sentence, causes=("written",))
+                self._judge.add(violation_of(fault, window, window.passes[index].site))
+
     def _judge_draws(self, window: StepWindow) -> None:
         """Judge what modules drew when a backward called them again."""
-        if self._forwards.redrawn and window.passes and self._judge.of_last_step() is None:
+        sentence = self._forwards.repeated.said
+        if not sentence and self._forwards.redrawn:
             sentence = SENTENCES["redrawn again"].format(module=self._forwards.redrawn)
+        if sentence and window.passes and self._judge.of_last_step() is None:
             last = window.passes[max(window.passes)].site
             self._judge.add(violation_of(StepFault("wrong-backward", sentence), window, last))
 

@@ -372,7 +372,9 @@ OUTPUT_DRAWS = 16
 
 def _distance(recorded: Any, output: torch.Tensor) -> float:
     then, now = read([recorded, sample(output, whole=True)])
-    return distance(now, then)
+    # outputs that are not finite at the same places are the same there
+    same = (then == now) | (np.isnan(then) & np.isnan(now))
+    return distance(np.where(same, 0.0, now), np.where(same, 0.0, then))
 
 
 def _is_other(recorded: Any, output: torch.Tensor) -> bool:
@@ -544,6 +546,12 @@ SENTENCES = {
     "redrawn": (
         "a checkpoint draws other random numbers in backward than in the forward"
         " (`preserve_rng_state=False`?)"
+    ),
+    "other again": (
+        "what a checkpoint computes again in the backward is not what the forward has computed: with"
+        " the checkpoint the window's gradient is that of the program, and without it, from the same"
+        " calls, it is another one (random numbers of a generator that it does not restore, or other"
+        " state?)"
     ),
     "changed-batch": (
         "the memory of a model's input was filled with other values between its call and its"
@@ -802,10 +810,23 @@ def _compute(asked: Asked, result: Recomputed) -> None:
         found.random and found.redrawn and not found.functions for found in replayed
     ):  # those draw on purpose
         _blame("wrong-backward", SENTENCES["redrawn"], difference, result)
+    elif any(found.checkpoints.number for found in replayed):
+        _judge_checkpoints(asked, parts, result)
     if result.name is None:
         _judge_age(asked, parts, result)
     if result.name is None:
         _judge_functions(asked, parts, total.functions, result)
+
+
+def _judge_checkpoints(asked: Asked, parts: Sequence[Part], result: Recomputed) -> None:
+    """Ask whether checkpoints compute again what the forward has computed.
+
+    With them the gradient is that of the program. Without them it is that of what the forward has
+    computed: no random number is drawn twice, and no state is read twice.
+    """
+    opened, _, replayed = _computed(asked, parts, How(opened=True))
+    if opened.worst is not None and not any(map(_lost_by, parts, replayed)):
+        _blame("wrong-backward", SENTENCES["other again"], opened, result)
 
 
 def _holds_in_turn(asked: Asked, turn: Turn, received: Sequence[Part], result: Recomputed) -> bool:
@@ -1129,9 +1150,10 @@ def _refuse_difference(
             STATE, f"{by}: it was not computed from the state before the call", may_be_wrong=True
         )
     raise Unexplained(
-        f"{by}; the model gives the outputs that it gave, its inputs, parameters,"
-        " buffers and random numbers are those of the call, they were the same at the backward, and"
-        " hooks on modules do not explain it"
+        f"{by}; the model gives the outputs that it gave from the inputs, parameters, buffers and"
+        " random numbers of the call, its inputs and parameters were the same at the backward, and"
+        " hooks on modules do not explain it; hooks on tensors outside of the model, tensors that"
+        " hooks have packed, and gradients that share memory were not looked at"
     )
 
 
