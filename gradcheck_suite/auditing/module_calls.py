@@ -14,7 +14,7 @@ import io
 import warnings
 import weakref
 import zlib
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as checkpoints
 from torch.utils._device import DeviceContext
 from torch.utils.checkpoint import set_checkpoint_early_stop
-from torch.utils.hooks import unserializable_hook
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from gradcheck_suite.auditing.modes import Apart, AsBefore, is_of_rows
 from gradcheck_suite.auditing.places import here
@@ -151,6 +151,8 @@ class ModuleCall:
         outputs: a sample of each output tensor through which a gradient may come.
         scalars: which outputs have no dimension.
         at_backward: how things were at each of its backward passes.
+        own_outputs: references to the outputs, of which the program may have hooked some.
+        has_hooked_output: whether it had when the gradient came back.
     """
 
     module: torch.nn.Module
@@ -171,6 +173,8 @@ class ModuleCall:
     outputs: list[Raw] = field(default_factory=list)
     scalars: list[bool] = field(default_factory=list)
     at_backward: list[AtBackward] = field(default_factory=list)
+    own_outputs: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    has_hooked_output: bool = False
 
     @property
     def changed(self) -> bool:
@@ -208,6 +212,9 @@ class ModuleCall:
 
     def note_backward(self) -> None:
         """Note how things are when a pass begins to compute the call's gradient."""
+        # one hook is the suite's own
+        outputs = (output for of in self.own_outputs if (output := of()) is not None)
+        self.has_hooked_output |= any(len(one._backward_hooks or ()) > 1 for one in outputs)
         inputs = _fingerprints(self.given)
         point = point_of(self.module)
         arguments = list[Any]()
@@ -506,6 +513,7 @@ class ModuleCalls:
         for index, tensor in enumerate(differentiable(output)):
             forward.outputs.append(sample(tensor, whole=True))
             forward.scalars.append(tensor.dim() == 0)
+            forward.own_outputs.append(weakref.ref(tensor))
             if id(tensor) not in seen:  # a tensor that is returned twice receives one gradient
                 seen.add(id(tensor))
                 tensor.register_hook(self._hook(self._receive, forward, index))
@@ -588,6 +596,7 @@ class How:
         as_it_was_at_backward: whether what the program has written to parameters and arguments
             between a call and its backward is written here, too.
         opened: whether checkpoints compute nothing again, and keep what the forward has computed.
+        unhooked: whether the hooks that the forward sets on tensors are left out.
     """
 
     hooks: bool = False
@@ -600,6 +609,7 @@ class How:
     own_parameters: bool = False
     as_it_was_at_backward: bool = False
     opened: bool = False
+    unhooked: bool = False
 
 
 @dataclass
@@ -620,6 +630,7 @@ class Replayed:
         marks: the modules that were called in the forward, in order, with fingerprints of what each
             has returned, where that was asked for.
         checkpoints: that ran in the forward.
+        hooked: the lines at which the forward has set hooks on tensors.
     """
 
     gradients: Gradients = field(default_factory=dict)
@@ -631,6 +642,7 @@ class Replayed:
     injected: list[Injected] = field(default_factory=list)
     marks: list[tuple[str, list[Fingerprint]]] = field(default_factory=list)
     checkpoints: Checkpoints = field(default_factory=lambda: Checkpoints())
+    hooked: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -857,6 +869,19 @@ def _watched_checkpoints(seen: Checkpoints, *, opened: bool) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _watched_hooks(lines: list[str], *, unhooked: bool) -> Iterator[None]:
+    """Note where hooks are set on tensors, and leave them out where that is asked for."""
+    plain = torch.Tensor.register_hook
+
+    def register(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+        lines.append(here().line)
+        return RemovableHandle(OrderedDict()) if unhooked else plain(tensor, hook)
+
+    with mock.patch.object(torch.Tensor, "register_hook", register):
+        yield
+
+
 GENERATOR = "_checkpoint_without_reentrant_generator"
 """What runs around the function of a checkpoint that is not reentrant, in `torch.utils.checkpoint`."""
 
@@ -915,10 +940,17 @@ def replay(
         watched.states[True].add(_generators())
         for each, training in zip(module.modules(), forward.modes, strict=True):
             each.training = training
-        with torch.autocast(device, dtype=dtype, enabled=enabled):
+        hooked = list[str]()
+        with (
+            torch.autocast(device, dtype=dtype, enabled=enabled),
+            _watched_hooks(hooked, unhooked=how.unhooked),
+        ):
             module(*positional, **keywords)
         result = Replayed(
-            random=len(watched.states[True]) > 1, marks=watched.marks, checkpoints=seen
+            random=len(watched.states[True]) > 1,
+            marks=watched.marks,
+            checkpoints=seen,
+            hooked=hooked,
         )
         outputs = differentiable(watched.seen[-1])
         result.outputs = [output.detach() for output in outputs]

@@ -812,10 +812,29 @@ def _compute(asked: Asked, result: Recomputed) -> None:
         _blame("wrong-backward", SENTENCES["redrawn"], difference, result)
     elif any(found.checkpoints.number for found in replayed):
         _judge_checkpoints(asked, parts, result)
+    if difference.worst is None:
+        _note_tensor_hooks(asked, parts, replayed, result)
     if result.name is None:
         _judge_age(asked, parts, result)
     if result.name is None:
         _judge_functions(asked, parts, total.functions, result)
+
+
+def _note_tensor_hooks(
+    asked: Asked, parts: Sequence[Part], replayed: Sequence[Replayed], result: Recomputed
+) -> None:
+    """Note hooks that the forward sets on tensors, and that change the gradient."""
+    lines = sorted({line for found in replayed for line in found.hooked})
+    if not lines:
+        return
+    without, _, _ = _computed(asked, parts, How(unhooked=True))
+    if without.worst is not None:
+        where = ", ".join(lines[:MOST_LINES])
+        said = (
+            f"a hook that the forward sets on a tensor ({where}) changes the gradient by"
+            f" {without.error:.2g} of its size"
+        )
+        result.notes.append(finding("hook-factor", said))
 
 
 def _judge_checkpoints(asked: Asked, parts: Sequence[Part], result: Recomputed) -> None:
@@ -1137,6 +1156,11 @@ def _refuse_difference(
         f"`.grad` differs from the gradient of the window that is computed again by"
         f" {found.error:.2g} of its size, {found.ratio:.3g} times what rounding explains"
     )
+    if any(part.forward.has_hooked_output for part in parts):
+        raise Unexplained(
+            f"{by}; the script has set a hook on an output of the model (`Tensor.register_hook`),"
+            " which may change the gradient that passes it: it was not computed again"
+        )
     _expect_reproducible(parts, replayed)
     twice = [by_micro_batch(parts, How(hooks=True, scale=1.0))[0] for _ in range(2)]
     between = compare(twice[0].gradients, twice[1], 1.0, lambda seed: twice[1])

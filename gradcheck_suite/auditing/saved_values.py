@@ -15,7 +15,7 @@ Nothing is hooked, and no tensor is unpacked that hooks of the program have pack
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -76,7 +76,7 @@ class Saved:
 
 
 @cache
-def _names_of(kind_of_node: Hashable) -> tuple[str, ...]:
+def _names_of(kind_of_node: type) -> tuple[str, ...]:
     """Return the names under which nodes of a class save tensors."""
     return tuple(name.removeprefix(RAW) for name in dir(kind_of_node) if name.startswith(RAW))
 
@@ -118,7 +118,8 @@ def _saved_by_call(output: Any, below: Sequence[Any]) -> Iterator[Saved]:
         if node in ends or (node is not output and NOTE in node.metadata):
             continue
         seen.add(node)
-        for name in _names_of(type(node)):
+        of_node: Any = type(node)
+        for name in _names_of(of_node):
             if _is_read(node, name):
                 for tensor in saved_tensors(node, name):
                     yield Saved(node, tensor)
