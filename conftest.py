@@ -123,6 +123,7 @@ def pytest_configure(config: pytest.Config) -> None:
             f"--require-cuda: a CUDA device for both frameworks is needed, and {'; '.join(reasons)}. Nothing was run. "
             "Use a machine with a GPU and CUDA builds of both, or leave the option out: CUDA tests then skip"
         )
+    _commit(config.rootpath)
     if not config.getoption("--hypothesis-profile", default=None):
         settings.load_profile(DEFAULT_PROFILE)
 
@@ -173,18 +174,23 @@ def _draws_for_planted_faults(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+OF_COMMIT = "GRADCHECK_SUITE_TESTS_OF_COMMIT"
 PARTS = 200
 """Of the tests marked `full` each commit runs this part by default, another one than the next commit."""
 
 
 def _commit(root: Path) -> int:
     """Return the commit as a number, which chooses the tests that run by default; 0 without one."""
+    # all workers of one run choose alike, also where somebody commits meanwhile
+    if OF_COMMIT in os.environ:
+        return int(os.environ[OF_COMMIT])
     git = ["git", "rev-parse", "HEAD"]
     try:
         found = subprocess.run(git, cwd=root, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):  # an sdist, or no git
         return 0
-    return int(found.stdout, 16)
+    os.environ[OF_COMMIT] = str(int(found.stdout, 16) % (2**32))
+    return int(os.environ[OF_COMMIT])
 
 
 def _beyond_their_share(items: list[pytest.Item], commit: int) -> list[pytest.Item]:

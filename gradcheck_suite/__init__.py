@@ -23,7 +23,7 @@ from gradcheck_suite.errors import CannotRunHere, GradcheckSuiteError, UsageErro
 from gradcheck_suite.run import environment
 
 if TYPE_CHECKING:
-    from gradcheck_suite.auditing.context import objective
+    from gradcheck_suite.auditing.objectives import objective
     from gradcheck_suite.auditing.session import audit
     from gradcheck_suite.loops.trainers.adapters.transformers_trainer import transformers_loop
     from gradcheck_suite.port.compare import compare_port
@@ -41,7 +41,7 @@ _LAZY = {
     "cases": "strategies.cases",
     "check": "verification.check",
     "compare_port": "port.compare",
-    "objective": "auditing.context",
+    "objective": "auditing.objectives",
     "plans": "strategies.plans",
     "problems": "strategies.cases",
     "transformers_loop": "loops.trainers.adapters.transformers_trainer",

@@ -7,7 +7,6 @@ import os
 import pickle
 import shutil
 import socket
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -16,25 +15,24 @@ from dataclasses import dataclass, field, replace
 from itertools import compress, pairwise
 from operator import not_
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Literal, TextIO
+from typing import IO, Any, Literal
 
 import numpy as np
 import torch
 
-from gradcheck_suite.auditing.custom_functions import (
-    NOT_SEEN,
+from gradcheck_suite.auditing.custom_functions import NOT_SEEN
+from gradcheck_suite.auditing.events import Event, Gap, PassRecord, settle
+from gradcheck_suite.auditing.function_calls import (
     CallsOfProgram,
     FunctionKey,
     statement_of,
 )
-from gradcheck_suite.auditing.events import Event, Gap, PassRecord, settle
 from gradcheck_suite.auditing.jax_opinion import JaxOpinion, ask_jax, kept_calls
 from gradcheck_suite.auditing.judge import ORPHANS, Judge
 from gradcheck_suite.auditing.mode_changes import ModeChanges
 from gradcheck_suite.auditing.modes import AsBefore
 from gradcheck_suite.auditing.module_calls import ModuleCall, ModuleCalls, without_gradients
-from gradcheck_suite.auditing.places import Place, here, living
+from gradcheck_suite.auditing.places import Place, living
 from gradcheck_suite.auditing.program_state import preserve_rng
 from gradcheck_suite.auditing.recomputation import (
     SENTENCES,
@@ -51,14 +49,15 @@ from gradcheck_suite.auditing.recorder import Recorder, Running
 from gradcheck_suite.auditing.replay import StepWindow, near
 from gradcheck_suite.auditing.rules import StepFault
 from gradcheck_suite.auditing.schedule import AGAIN, Schedule
+from gradcheck_suite.auditing.standard_error import StandardError
 from gradcheck_suite.auditing.stopping import StoppedOnViolation, Terminated, in_words
 from gradcheck_suite.auditing.strays import Strays
 from gradcheck_suite.auditing.terms import Reader, declare
 from gradcheck_suite.auditing.told import Told, tell
 from gradcheck_suite.auditing.weighing import violation_of
 from gradcheck_suite.core.findings import Found, finding
-from gradcheck_suite.core.options import DEFAULT_BUDGET, INSTRUMENTS, AuditOptions, takes
-from gradcheck_suite.core.results import OTHER_RANK, Result, Violation, result_lines
+from gradcheck_suite.core.options import DEFAULT_BUDGET, INSTRUMENTS, AuditOptions
+from gradcheck_suite.core.results import OTHER_RANK, Result, Violation
 from gradcheck_suite.core.text import counted
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.run.private_names import expect_present
@@ -334,52 +333,35 @@ def died_before(ranks: Ranks) -> bool:
 # The audit.
 
 
-_open: list[audit] = []
+_open: list[TorchAudit] = []
 
 
-@takes(AuditOptions)
-class audit:  # noqa: N801 - it is used as a function, as `open` is
-    """Judge the optimizer steps of the code that runs while it is open, unchanged.
+class TorchAudit:
+    """Judges the optimizer steps of a run of PyTorch.
 
-    Example::
-
-        with gradcheck_suite.audit(steps=20) as audit:
-            trainer.train()
-        audit.result.raise_for_violation()
-
-    The first violation of each kind is printed when it is found, and the verdict when the audit is
-    closed: on standard error, as the command does, or below the cell of a notebook.
+    The first violation of each kind is printed when it is found.
 
     Args:
-        options: of the audit; the defaults of `AuditOptions` if None.
+        options: of the audit.
         name: of the run in the result.
-        quiet: whether nothing is printed; `print(audit.result)` prints the verdict later.
-        fields: fields of `AuditOptions`, over those of `options`: `steps=20`.
-
-    Raises:
-        UsageError: an option is wrong, or another audit is open.
+        standard_error: where is printed.
+        quiet: whether nothing is.
     """
 
     def __init__(
-        self,
-        options: AuditOptions | None = None,
-        *,
-        name: str | None = None,
-        quiet: bool = False,
-        **fields: Any,
+        self, options: AuditOptions, name: str, standard_error: StandardError, *, quiet: bool
     ) -> None:
-        self.options = (options or AuditOptions()).replace(**fields)
-        self._name = name or here().line
-        self.quiet = quiet
+        self.options = options
+        self._name = name
+        self._quiet = quiet
         self._result: Result | None = None
         self._opened = self._observing = False
-        self._standard_error = sys.stderr
+        self._standard_error = standard_error
         self._process = os.getpid()
         self._passes = self._passes_at_step = 0
         self._after_gap = self._was_full = False
         self._tried = set[str]()
         self._doubts: dict[int, str] = {}
-        self._covered: tuple[int, int] | None = None
         self._reasons = dict[str, Found]()
         self._told = Told()
         self._events: list[Event] = []
@@ -427,33 +409,17 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             name_of=self._name_of if of is None else of.names.get,
         )
 
-    def __enter__(self) -> audit:
-        return self.open()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        self.close(error)
-
     @preserve_rng()
-    def open(self) -> audit:
+    def open(self) -> TorchAudit:
         """Begin to observe.
 
         Raises:
-            UsageError: this audit was open before, or another one is.
             CannotRunHere: this torch lacks what the audit needs.
         """
-        if self._opened:
-            raise UsageError(
-                "audit: this audit was closed; make a new one with gradcheck_suite.audit()"
-            )
-        if _open:
-            raise UsageError("audit: another audit is open in this process; close it first")
         expect_present("audit", "torch")
         if self._ranks is not None:
             self._writer = RankWriter(self._ranks)
         self._opened = self._observing = True
-        self._standard_error = sys.stderr
         _open.append(self)
         self._start = time.perf_counter()
         if self.options.eager:
@@ -475,28 +441,18 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             self._stance.close()
 
     @preserve_rng()
-    def close(self, error: BaseException | None = None, *, summary: bool = True) -> Result:
+    def close(self, error: BaseException | None = None) -> Result:
         """Stop observing and return the result; a second call returns the same.
 
         Args:
             error: the exception that ended the run, if any.
-            summary: whether the result is printed after the violations.
         """
         if self._result is None:
             self._result = self._closed(error)
-            if summary and not self.quiet and not self._result.is_another_ranks:
-                tell(
-                    result_lines(self._result, shown=bool(self._result.violations)),
-                    self.standard_error,
-                )
         return self._result
 
     @np.errstate(all="ignore")
     def _closed(self, error: BaseException | None) -> Result:
-        if not self._opened:
-            raise UsageError(
-                "audit: the audit was never opened: use `with gradcheck_suite.audit() as audit:`"
-            )
         complete = self._observing and error is None
         if not self._recorder.records and not self._is_off:
             self._recorder.resume(self._recorder.steps_seen)
@@ -601,26 +557,9 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         return self._result if self._result is not None else self._finished(None)
 
     @property
-    def holds(self) -> bool:
-        """Whether some step was judged, and no violation was found so far."""
-        return self.result.holds
-
-    @property
     def observing(self) -> bool:
         """Whether steps are still judged in this process."""
         return self._observing and self._process == os.getpid()
-
-    @property
-    def standard_error(self) -> TextIO:
-        """The standard error of the time when the audit began, which the program may have replaced
-        since then.
-        """
-        begun = self._standard_error
-        return sys.stderr if begun is None or getattr(begun, "closed", False) else begun
-
-    @standard_error.setter
-    def standard_error(self, stream: TextIO) -> None:
-        self._standard_error = stream
 
     def _is_full(self) -> bool:
         """Return whether the window that runs is computed again.
@@ -914,8 +853,12 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
     def _alone(self) -> Iterator[None]:
         """Record nothing, and keep the program's gradients out of reach."""
         own = [known.reference() for known in self._recorder.parameters.values()]
-        with self._recorder.mute(), without_gradients([p for p in own if p is not None]):
-            yield
+        self._outside.is_muted = True
+        try:
+            with self._recorder.mute(), without_gradients([p for p in own if p is not None]):
+                yield
+        finally:
+            self._outside.is_muted = False
 
     def _judge_written(self, window: StepWindow) -> None:
         """Judge what was written between a forward and its backward, which reads it."""
@@ -970,43 +913,19 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if self._told.has(violation.diagnosis) and self._ranks is None:
             return
         self._told.add(violation)
-        if not self.quiet:
-            tell(violation.words, self.standard_error)
+        if not self._quiet:
+            tell(violation.words, self._standard_error.now)
 
     def _finished(self, error: BaseException | None) -> Result:
         found = self._told.final(self._judge.violations())
         is_accepted = [any(map(v.is_accepted_by, self.options.accept)) for v in found]
         violations = tuple(compress(found, map(not_, is_accepted)))
         accepted = tuple(compress(found, is_accepted))
-        off = Counter(
-            finding(
-                "failed-instrument",
-                f"{what} could not be observed ({why}); please report it",
-                remedy="",
-            )
-            for what, why in self._recorder.off.items()
-        )
         unknown = self._judge.unknown()
-        parts = Counter({part.found: steps for part, steps in unknown.items()})
-        strays = () if self._judge.has_copies else self._strays.findings(self._name_of)
-        findings = parts + self._recorder.notes + self._judge.notes() + Counter(strays) + off
-        findings += Counter(self._recorder.unused_objectives)
+        findings = self._findings({part.found: steps for part, steps in unknown.items()})
         if not any(one.diagnosis == "wrong-mode" for one in found):
             findings += Counter(self._modes.findings())
-        whole = (
-            not {*self.options.without} & {"weights", "sums"}
-            and not self._recorder.off
-            and self not in _open
-        )
-        until = self._recorder.recorded_until
-        skipped = self._judge.unjudged(until) if whole else []
-        passed_by = (
-            0
-            if self._is_off
-            else sum(map(len, self._judge.counted)) + self._recorder.steps_seen - until
-        )
-        if skipped and self._judge.weighed | self._judge.violated:  # else it is said why none was
-            findings = Counter(skipped) + (findings - Counter(self._judge.skipped.values()))
+        findings = self._with_skipped(findings)
         disagreements = tuple(self._opinion.findings) if self._opinion else ()
         named = [
             *(replace(one, steps=times) for one, times in findings.items()),
@@ -1014,11 +933,11 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         ]
         if self._recorder.off or self._recorder.concurrent:
             violations = accepted = ()
-        for violation in violations if self not in _open else ():
-            self._tell(violation)  # what the end of the run, or all ranks together, have shown
+        if self not in _open:
+            for violation in violations:
+                # what the end of the run, or all ranks together, have shown
+                self._tell(violation)
         windows = len(self._judge.weighed | self._judge.violated)
-        lines = {line for place in self._places for line in (place.line, *place.path)}
-        files = {line.rpartition(":")[0] for line in lines | self._lines}
         if set(self.options.without) == {"weights", "sums"}:
             windows = self._recomputed.total()
         unjudged = None if violations or accepted else self._why_unjudged(windows, findings)
@@ -1026,9 +945,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             loop=self._name,
             command="audit",
             windows=windows,
-            windows_skipped=(
-                {f"budget {self.options.budget or DEFAULT_BUDGET}": passed_by} if passed_by else {}
-            ),
+            windows_skipped=self._counted_windows(),
             steps=self._recorder.steps_seen,
             seconds=time.perf_counter() - self._start if self._opened else 0.0,
             violations=violations,
@@ -1043,8 +960,51 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             unjudged_reason=None if unjudged is None else unjudged.name,
             interrupted=isinstance(error, KeyboardInterrupt | Terminated),
             raised=in_words(error) or None,
-            files=tuple((file, None) for file in sorted(files)),
+            files=tuple((file, None) for file in sorted(self._files())),
         )
+
+    def _findings(self, unknown: Mapping[Found, int]) -> Counter[Found]:
+        """Return what was noted, with the number of steps for each.
+
+        Args:
+            unknown: losses that no rule knows, likewise.
+        """
+        off = Counter(
+            finding(
+                "failed-instrument",
+                f"{what} could not be observed ({why}); please report it",
+                remedy="",
+            )
+            for what, why in self._recorder.off.items()
+        )
+        strays = () if self._judge.has_copies else self._strays.findings(self._name_of)
+        findings = Counter(unknown) + self._recorder.notes + self._judge.notes()
+        return findings + Counter(strays) + off + Counter(self._recorder.unused_objectives)
+
+    def _with_skipped(self, findings: Counter[Found]) -> Counter[Found]:
+        """Return findings with those of the steps that were not judged, where the run has ended and
+        some were.
+        """
+        is_whole = not {*self.options.without} & {"weights", "sums"} and not self._recorder.off
+        if not is_whole or self in _open or not self._judge.weighed | self._judge.violated:
+            return findings  # or it is said why none was
+        skipped = self._judge.unjudged(self._recorder.recorded_until)
+        if not skipped:
+            return findings
+        return Counter(skipped) + (findings - Counter(self._judge.skipped.values()))
+
+    def _counted_windows(self) -> dict[str, int]:
+        """Return how many windows were only counted, by the budget that did not pay for them."""
+        if self._is_off:
+            return {}
+        after = self._recorder.steps_seen - self._recorder.recorded_until
+        number = sum(map(len, self._judge.counted)) + after
+        return {f"budget {self.options.budget or DEFAULT_BUDGET}": number} if number else {}
+
+    def _files(self) -> set[str]:
+        """Return the files that lines of the result may be in."""
+        lines = {line for place in self._places for line in (place.line, *place.path)}
+        return {line.rpartition(":")[0] for line in lines | self._lines}
 
     def _as_wanted(self, named: Sequence[Found], unjudged: Found | None) -> tuple[Found, ...]:
         """Return the findings as the options have them, with the reason for which nothing was
@@ -1178,8 +1138,11 @@ def transformers_callback(**options: Any) -> Any:
     """
     from transformers import TrainerCallback
 
+    from gradcheck_suite.auditing.session import audit
+
     class AuditCallback(TrainerCallback):  # type: ignore[misc]
-        audit = audit(**{"name": "transformers.Trainer", **options})
+        def __init__(self) -> None:
+            self.audit = audit(**{"name": "transformers.Trainer", **options})
 
         def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
             self.audit.open()
@@ -1200,8 +1163,12 @@ def lightning_callback(**options: Any) -> Any:
     """
     from lightning.pytorch.callbacks import Callback
 
+    from gradcheck_suite.auditing.session import audit
+
     class AuditCallback(Callback):  # type: ignore[misc]
-        audit = audit(**{"name": "lightning.Trainer", **options})
+        def __init__(self) -> None:
+            super().__init__()
+            self.audit = audit(**{"name": "lightning.Trainer", **options})
 
         def on_train_start(self, trainer: Any, module: Any) -> None:
             self.audit.open()

@@ -13,7 +13,14 @@ import numpy.typing as npt
 
 from gradcheck_suite.auditing.events import BY_HAND, PassRecord
 from gradcheck_suite.auditing.places import Loop, Place
-from gradcheck_suite.auditing.replay import EARLIER, NEGLIGIBLE, Coefficients, Seen, StepWindow
+from gradcheck_suite.auditing.replay import (
+    EARLIER,
+    NEGLIGIBLE,
+    Coefficients,
+    Seen,
+    StepWindow,
+    distinct,
+)
 
 Numbers = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
@@ -101,11 +108,15 @@ class WindowEvidence:
     @cached_property
     def mean(self) -> Numbers:
         """(columns,), the coefficient of each pass: the median over the parameters; 0 without one."""
-        found = np.zeros(len(self.indices))
-        known = in_any_row(self.reached)
-        if known.any():
-            found[known] = np.nanmedian(self.coefficients[:, known], axis=0)
-        return found
+        numbers = np.count_nonzero(self.reached, axis=0)
+        if not numbers.any():
+            return np.zeros(len(self.indices))
+        # NaN is sorted behind all numbers; `np.nanmedian` takes ten times as long
+        ordered = np.sort(self.coefficients, axis=0)
+        columns = np.arange(len(numbers))
+        lower = ordered[np.maximum(numbers - 1, 0) // 2, columns]
+        upper = ordered[np.minimum(numbers // 2, len(ordered) - 1), columns]
+        return np.where(numbers > 0, (lower + upper) / 2, 0.0)
 
     @cached_property
     def in_sum(self) -> Mask:
@@ -151,11 +162,22 @@ class WindowEvidence:
     def stale(self) -> Sequence[int]:
         """Parameters in whose `.grad` passes of earlier windows stand."""
         window = self.window
-        found = {
-            id(cs): any(is_earlier(window, i) and abs(c) > NEGLIGIBLE for (_, i), c in cs.items())
-            for cs in window.coefficients.values()
-        }
-        return [key for key, cs in window.coefficients.items() if found[id(cs)]]
+        found = {id(one) for one in self.sums if _has_earlier(window, one)}
+        if not found:
+            return []
+        return [key for key, one in window.coefficients.items() if id(one) in found]
+
+    @cached_property
+    def sums(self) -> Sequence[Coefficients]:
+        """What the gradients are made of, once for all parameters of one history."""
+        return list(distinct(self.window.coefficients.values()))
+
+    @cached_property
+    def off(self) -> Mask:
+        """(rows, columns), where the coefficient of a required pass differs from that of the pass."""
+        required = np.zeros(len(self.indices), bool)
+        required[self.required] = True
+        return self.reached & ~are_near(self.coefficients, self.mean, 1e-3) & required
 
     def pass_of(self, column: int) -> Seen:
         """Return a pass."""
@@ -215,9 +237,12 @@ def are_near(values: Numbers, others: Numbers, tolerance: float) -> Mask:
     return near
 
 
-def is_earlier(window: StepWindow, index: int) -> bool:
-    """Return whether a pass is one of an earlier window."""
-    return index == EARLIER or 0 <= index < window.before
+def _has_earlier(window: StepWindow, coefficients: Coefficients) -> bool:
+    """Return whether passes of earlier windows are in a gradient."""
+    return any(
+        (index == EARLIER or 0 <= index < window.before) and abs(c) > NEGLIGIBLE
+        for (_, index), c in coefficients.items()
+    )
 
 
 def evidence_of(window: StepWindow) -> WindowEvidence:

@@ -75,8 +75,8 @@ In two windows, a coefficient that is annealed may look like a division by K.
 """
 BOTH = "sums and weights"
 COMPOSED = (
-    "gradients of backward passes are kept, reset, and put together again by the program: its step"
-    " is on what it wrote, so their sum is not judged; the weights of each of these gradients are"
+    "the program keeps the gradients of backward passes, resets `.grad` and writes a combination"
+    " into it, so their sum is not judged; the weights of each of these gradients are"
 )
 LOST = "dropped-micro-batch", "reset-inside-window"
 """What one window may show before another one tells that gradients are put together by hand."""
@@ -513,7 +513,7 @@ class Judge:
         optimizer = window.optimizer
         told = np.flatnonzero(~evidence.null).tolist()
         for site in {str(place) for place in evidence.places(columns_of(evidence.null))}:
-            said = "every gradient that goes backward here is exactly 0"
+            said = "backward() computes gradients here that are all exactly 0"
             self._notes[finding("zero-gradient", said, site)] += 1
         for column in told:
             place = evidence.pass_of(column).site
@@ -612,8 +612,9 @@ class Judge:
             if some := [key for key, number in times.items() if number < len(reached)]:
                 said = (
                     f"{counted(len(some), 'parameter')} of the optimizer got a gradient in"
-                    " some passes of a window and in others none (experts by turns, or unfrozen"
-                    " there; if they are none, look for a `detach` or a `no_grad`)"
+                    " some passes of a window and in others none (expected of mixtures of experts"
+                    " and of layers that are unfrozen one by one; otherwise look for a `detach` or a"
+                    " `no_grad`)"
                 )
                 self._notes[finding("partly-reached-parameters", said, site)] += 1
 
@@ -925,9 +926,9 @@ class Judge:
         for what, steps in self._moving.items():
             if len(steps) > 1:
                 said = (
-                    f"{what} moves with every micro-batch, and the optimizer steps once per window"
+                    f"{what} is stepped with every micro-batch, and the optimizer once per window"
                 )
-                remedy = "move it after the step"
+                remedy = "step it once per window, after optimizer.step()"
                 self._notes[finding("step-per-micro-batch", said, remedy=remedy)] += len(steps)
         for line in self._clipped:
             said = (

@@ -51,8 +51,8 @@ from gradcheck_suite.auditing.samples import (
 )
 from gradcheck_suite.auditing.saved_values import note_call
 from gradcheck_suite.auditing.terms import elements, factors_below, is_leaf, live, mark_call
-from gradcheck_suite.core.comparison import UNIT_ROUNDOFF
-from gradcheck_suite.run.functions import ancestors, kinds_of
+from gradcheck_suite.core.comparison import UNIT_ROUNDOFF, dtype_name
+from gradcheck_suite.run.functions import ancestors, is_of_program, kinds_of
 
 LAZY = "a lazy module of the model has made its parameters in a call of it"
 LENT = "the model is called with other tensors than its parameters at {}"
@@ -593,6 +593,8 @@ class How:
         forward_only: whether no gradient is computed.
         marked: whether what each module returns is noted.
         own_parameters: whether the parameters are the program's own, and no copies.
+        as_drawn: whether a module that is called again inside of the backward draws from Python's and
+            numpy's random numbers as in the forward, which no checkpoint puts back.
         as_it_was_at_backward: whether what the program has written to parameters and arguments
             between a call and its backward is written here, too.
         opened: whether checkpoints compute nothing again, and keep what the forward has computed.
@@ -607,6 +609,7 @@ class How:
     forward_only: bool = False
     marked: bool = False
     own_parameters: bool = False
+    as_drawn: bool = False
     as_it_was_at_backward: bool = False
     opened: bool = False
     unhooked: bool = False
@@ -624,6 +627,8 @@ class Replayed:
         random: whether random numbers were drawn.
         redrawn: whether a module that ran again inside of the backward, as in a checkpoint, drew
             other ones.
+        redrawn_of_python: the class of a module that ran again inside of the backward from other
+            random numbers of Python or numpy than in the forward; else empty.
         inside: index of an output -> what it received from the other outputs, where that was asked
             for.
         injected: losses of one element into which custom functions put a gradient of their own.
@@ -638,6 +643,7 @@ class Replayed:
     functions: frozenset[type] = frozenset()
     random: bool = False
     redrawn: bool = False
+    redrawn_of_python: str = ""
     inside: dict[int, torch.Tensor] = field(default_factory=dict)
     injected: list[Injected] = field(default_factory=list)
     marks: list[tuple[str, list[Fingerprint]]] = field(default_factory=list)
@@ -732,10 +738,7 @@ def _nudged(
         generator: of the signs; None for no change.
         lowered: the dtype to which autocast rounds it; None for none.
     """
-    units = [
-        UNIT_ROUNDOFF.get(str(each).removeprefix("torch."))
-        for each in (value.dtype.to_real(), lowered)
-    ]
+    units = [UNIT_ROUNDOFF.get(dtype_name(each)) for each in (value.dtype.to_real(), lowered)]
     unit = max((one for one in units if one is not None), default=None) if units[0] else None
     # a nested tensor has no shape, and one of compressed rows no product with signs
     if generator is None or unit is None or value.is_nested or value.layout != torch.strided:
@@ -914,7 +917,7 @@ def replay(
     if any(given.dtype == torch.float16 for given in cotangents.values()):
         how = replace(how, scale=1.0)  # a larger number may overflow
     device, dtype, enabled = forward.autocast
-    watched = _Watched(module, marked=how.marked)
+    watched = _Watched(module, marked=how.marked, as_drawn=how.as_drawn)
     hooks = contextlib.nullcontext() if how.hooks else _without_hooks(module)
     kinds = {type(v) for v in arguments if isinstance(v, torch.Tensor)}
     with (
@@ -960,6 +963,7 @@ def replay(
             made.write(forward.at_backward)
         _differentiate(result, outputs, cotangents, made, how)
         result.redrawn = not watched.states[False] <= watched.states[True]
+        result.redrawn_of_python = watched.redrawn
     return result
 
 
@@ -972,16 +976,36 @@ class _Watched:
             of the backward.
         marks: the class of each module that was called in the forward, in order, with a fingerprint
             of what it has returned.
+        redrawn: the class of a module that was called again inside of the backward from other
+            random numbers of Python or numpy than in the forward; else empty.
     """
 
-    def __init__(self, module: torch.nn.Module, *, marked: bool) -> None:
+    def __init__(self, module: torch.nn.Module, *, marked: bool, as_drawn: bool) -> None:
+        self.redrawn = ""
+        self._as_drawn = as_drawn
+        self._of_python: defaultdict[int, list[RandomState]] = defaultdict(list)
         self.seen = list[Any]()
         self.states = defaultdict[bool, set[bytes]](set)
         self.marks = list[tuple[str, list[Fingerprint]]]()
         self._module = module
         self._marked = marked
-        self._handle: Any = None
+        self._handles: list[Any] = []
         self._names = {id(part): name for name, part in module.named_modules() if name}
+
+    def _enter(self, part: torch.nn.Module, _: Any) -> None:
+        """Compare from what random numbers a module draws again with those of its call.
+
+        The last call comes back first.
+        """
+        then = self._of_python[id(part)]
+        now = RandomState.now()
+        if torch._C._current_graph_task_id() == -1:
+            then.append(now)
+        elif then and torch.is_grad_enabled():
+            if not any(map(now.is_same_of_python, then)):
+                self.redrawn = self.redrawn or type(part).__name__
+            if self._as_drawn:
+                then.pop().set_of_python()
 
     def _see(self, part: torch.nn.Module, _: Any, output: Any) -> None:
         in_forward = torch._C._current_graph_task_id() == -1
@@ -996,10 +1020,14 @@ class _Watched:
             self.seen.append(output)
 
     def __enter__(self) -> None:
-        self._handle = register_module_forward_hook(self._see)
+        self._handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._see),
+        ]
 
     def __exit__(self, *_: Any) -> None:
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
 
 
 @dataclass
@@ -1099,6 +1127,4 @@ def _differentiate(
     both = zip(made.real, gradients, strict=True)
     result.gradients = {id(p): g * (1 / how.scale) for p, g in both if g is not None}
     # other than torch's own
-    result.functions = frozenset(
-        kind for kind in kinds_of(outputs) if not kind.__module__.startswith("torch.")
-    )
+    result.functions = frozenset(filter(is_of_program, kinds_of(outputs)))

@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import dis
 import gc
-import importlib.util
 import inspect
 import linecache
 import os
 import re
 import sys
-import sysconfig
-from collections.abc import Callable, Iterable, Sequence
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import compress
-from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+from gradcheck_suite.core.frames import Owner, owner_of
 from gradcheck_suite.core.text import file_text
 
-_FOUND = importlib.util.find_spec("torch")  # does not import it: a script may be one of JAX alone
-_TORCH = os.path.dirname((_FOUND and _FOUND.origin) or "<no torch>") + os.sep
-_SUITE = str(Path(__file__).parents[1]) + os.sep
-_INSTALLED = tuple(
-    {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-)
+_SKIPPED = {Owner.MACHINERY, Owner.SUITE, Owner.TORCH}
+# code without a file may be the program of `python -c`
+_USERS = {Owner.UNNAMED, Owner.USER}
 
 
 @dataclass(frozen=True)
@@ -52,27 +47,16 @@ class Place:
 NOWHERE = Place("?")
 
 
-@lru_cache(maxsize=4096)
-def _kind_of_file(filename: str) -> str:
-    # `contextlib` stands between a user's line and what it calls under every context manager
-    if (
-        filename.startswith(("<frozen", "<eval_with_key>", _TORCH, _SUITE))
-        or filename == contextlib.__file__
-    ):
-        return "skip"
-    return "library" if filename.startswith(_INSTALLED) else "user"
-
-
 def is_users(filename: str | None) -> bool:
     """Return whether a source file is the user's own: neither of torch, nor of the suite, nor an
     installed package.
     """
-    return filename is not None and _kind_of_file(filename) == "user"
+    return filename is not None and owner_of(filename) in _USERS
 
 
 def is_own(filename: str) -> bool:
     """Return whether a source file is the suite's."""
-    return filename.startswith(_SUITE)
+    return owner_of(filename) is Owner.SUITE
 
 
 def shown(filename: str) -> str:
@@ -102,11 +86,11 @@ def here() -> Place:
     path = list[str]()
     # several frames: two losses that go backward through one helper of a trainer are two places
     while frame is not None and len(path) < MOST_FRAMES:
-        kind = _kind_of_file(frame.f_code.co_filename)
-        if kind != "skip":
+        owner = owner_of(frame.f_code.co_filename)
+        if owner not in _SKIPPED:
             place = f"{shown(frame.f_code.co_filename)}:{frame.f_lineno}"
             line = line or place
-            if kind == "user":
+            if owner in _USERS:
                 path.append(place)
         frame = frame.f_back
     return Place(line, tuple(path)) if line else NOWHERE
@@ -159,7 +143,7 @@ def loop_here() -> Loop | None:
     frame: FrameType | None = sys._getframe(1)
     found: list[Any] | None = None
     while frame is not None:
-        if _kind_of_file(frame.f_code.co_filename) == "user":
+        if is_users(frame.f_code.co_filename):
             around = [
                 names
                 for first, last, names in _for_loops(frame.f_code)
@@ -237,15 +221,28 @@ def is_given_up(line: str) -> bool:
     """Return whether the statement at `file:line` is followed, under the same condition, by one
     that leaves the loop.
     """
+    return _is_followed_by(line, _LEAVES)
+
+
+def is_skipped(line: str) -> bool:
+    """Return whether the statement at `file:line` is followed, under the same condition, by one that
+    goes on with the next round of the loop.
+    """
+    return _is_followed_by(line, ast.Continue)
+
+
+def _is_followed_by(line: str, wanted: type[ast.stmt] | types.UnionType) -> bool:
     file, _, number = line.rpartition(":")
     suites = (suite for node in ast.walk(_tree(file)) for suite in _conditional(node))
-    return any(_is_left_after(int(number), suite) for suite in suites)
+    return any(_comes_after(int(number), suite, wanted) for suite in suites)
 
 
-def _is_left_after(number: int, suite: list[ast.stmt]) -> bool:
-    """Return whether a line is one of some statements, and a later one of these leaves the loop."""
+def _comes_after(
+    number: int, suite: list[ast.stmt], wanted: type[ast.stmt] | types.UnionType
+) -> bool:
+    """Return whether a line is one of some statements, and a later one of these is of some kind."""
     is_here = any(one.lineno <= number <= (one.end_lineno or number) for one in suite)
-    return is_here and any(one.lineno > number and isinstance(one, _LEAVES) for one in suite)
+    return is_here and any(one.lineno > number and isinstance(one, wanted) for one in suite)
 
 
 def _conditional(node: ast.AST) -> list[list[ast.stmt]]:
@@ -313,62 +310,131 @@ def lines_between(
     """
     found: list[str] = []
     for file in dict.fromkeys(line.rpartition(":")[0] for line in (*first.path, *step.path)):
-        numbers = [
-            [int(n) for f, _, n in (x.rpartition(":") for x in p.path) if f == file]
-            for p in (first, last, step)
-        ]
-        tree = _tree(file)
-        nodes = [*ast.walk(tree)]
-        does_it = {
-            node.name
-            for node in nodes
-            if isinstance(node, ast.FunctionDef)
-            and any(map(is_one, ast.walk(node)))
-            and not any(node.lineno <= n <= (node.end_lineno or n) for of in numbers for n in of)
-        }
-        calls = (one for one in nodes if isinstance(one, ast.Call))
-        lines = {
-            one.lineno for one in nodes if isinstance(one, ast.stmt | ast.expr) and is_one(one)
-        }
-        lines |= {
-            one.lineno for one in calls if ast.unparse(one.func).rpartition(".")[2] in does_it
-        }
-        suites = (
-            getattr(node, name, None) for node in nodes for name in ("body", "orelse", "finalbody")
+        around = _Around(
+            _lines_in(file, first), _lines_in(file, last), _lines_in(file, step), same_loop
         )
-        for suite in (each for each in suites if isinstance(each, list)):
-            of = {
-                n: i
-                for i, one in enumerate(suite)
-                for n in range(one.lineno, (one.end_lineno or one.lineno) + 1)
-            }
-            before, after, stepped = ([of[n] for n in each if n in of] for each in numbers)
-            # the innermost statements around the step run together; a module runs once, and a loop
-            # that goes on, too
-            together = any(not hasattr(suite[i], "body") for i in stepped) or suite is tree.body
-            inside = (
-                same_loop and before == after and before and isinstance(suite[before[0]], ast.For)
-            )
-            if bool(before) != bool(after) or not (together or inside):
-                continue
-            a, b = (before[0], after[0]) if before else (0, -1)
-            between = (
-                range(a, b + 1) if a <= b or not before else (*range(a, len(suite)), *range(b + 1))
-            )
-            lines -= {n for n in lines & of.keys() if of[n] not in between}
+        tree = _tree(file)
+        lines = _lines_of(is_one, tree, around)
+        for suite in _suites(tree):
+            lines -= around.not_between(suite, is_module=suite is tree.body)
         found += [f"{file}:{n}" for n in sorted(lines)]
     return found
+
+
+def _lines_in(file: str, place: Place) -> list[int]:
+    """Return the numbers of the lines of a place that are in a file, innermost first."""
+    parts = (line.rpartition(":") for line in place.path)
+    return [int(number) for name, _, number in parts if name == file]
+
+
+def _suites(tree: ast.Module) -> Iterator[list[ast.stmt]]:
+    """Yield the statements that stand below each other."""
+    for node in ast.walk(tree):
+        for name in ("body", "orelse", "finalbody"):
+            suite = getattr(node, name, None)
+            if isinstance(suite, list):
+                yield suite
+
+
+def _lines_of(is_one: Callable[[ast.AST], bool], tree: ast.Module, around: _Around) -> set[int]:
+    """Return the lines that may change `.grad`, and those that call a function which may."""
+    nodes = [*ast.walk(tree)]
+    functions = (node for node in nodes if isinstance(node, ast.FunctionDef))
+    does_it = {
+        one.name
+        for one in functions
+        if any(map(is_one, ast.walk(one))) and not around.is_inside(one)
+    }
+    calls = (one for one in nodes if isinstance(one, ast.Call))
+    lines = {one.lineno for one in nodes if isinstance(one, ast.stmt | ast.expr) and is_one(one)}
+    return lines | {
+        one.lineno for one in calls if ast.unparse(one.func).rpartition(".")[2] in does_it
+    }
+
+
+@dataclass(frozen=True)
+class _Around:
+    """Two passes and the step after them, by their lines in one file.
+
+    Attributes:
+        first: the lines of the first pass.
+        last: those of the last one.
+        step: those of the step.
+        same_loop: whether the innermost `for` loop around the passes has not ended between them.
+    """
+
+    first: list[int]
+    last: list[int]
+    step: list[int]
+    same_loop: bool
+
+    def is_inside(self, node: ast.FunctionDef) -> bool:
+        """Return whether a pass or the step is called inside of a function."""
+        numbers = (*self.first, *self.last, *self.step)
+        return any(node.lineno <= n <= (node.end_lineno or n) for n in numbers)
+
+    def not_between(self, suite: list[ast.stmt], *, is_module: bool) -> set[int]:
+        """Return the lines of some statements that have not run between the passes.
+
+        Args:
+            suite: the statements.
+            is_module: whether they are those of the file, which run once.
+        """
+        of = dict[int, int]()
+        for i, one in enumerate(suite):
+            of.update(dict.fromkeys(range(one.lineno, (one.end_lineno or one.lineno) + 1), i))
+        before = [of[n] for n in self.first if n in of]
+        after = [of[n] for n in self.last if n in of]
+        stepped = [of[n] for n in self.step if n in of]
+        # the innermost statements around the step run together; a module runs once, and a loop that
+        # goes on, too
+        together = is_module or any(not hasattr(suite[i], "body") for i in stepped)
+        if bool(before) != bool(after) or not (together or self._is_one_loop(suite, before, after)):
+            return set()
+        between = _between(len(suite), before, after)
+        return {n for n, i in of.items() if i not in between}
+
+    def _is_one_loop(self, suite: list[ast.stmt], before: list[int], after: list[int]) -> bool:
+        if not self.same_loop or not before or before != after:
+            return False
+        return isinstance(suite[before[0]], ast.For)
+
+
+def _between(number: int, before: list[int], after: list[int]) -> set[int]:
+    """Return the indices of the statements, of so many, that run between two of them.
+
+    None where neither is one of them.
+    """
+    if not before:
+        return set()
+    first = before[0]
+    last = after[0]
+    if first <= last:
+        return {*range(first, last + 1)}
+    # round the loop that they are the body of
+    return {*range(first, number), *range(last + 1)}
 
 
 _LINE = re.compile(r'File "(?P<file>.+?)", line (?P<line>\d+)')
 
 
-def in_trace(entries: Iterable[str]) -> str | None:
-    """Return the innermost place of the user's own files in a formatted stack, or None."""
+def in_trace(entries: Iterable[str], *, through_libraries: bool = True) -> str | None:
+    """Return the innermost place of the user's own files in a formatted stack, or None.
+
+    Args:
+        entries: the stack, outermost frame first.
+        through_libraries: whether what a library does that a line of the user's has called is at
+            that line; else it is at none.
+    """
     for entry in reversed(list(entries)):
         found = _LINE.search(entry)
-        if found is not None and _kind_of_file(found["file"]) == "user":
+        if found is None:
+            continue
+        owner = owner_of(found["file"])
+        if owner is Owner.USER:
             return f"{shown(found['file'])}:{found['line']}"
+        if owner is Owner.LIBRARY and not through_libraries:
+            return None
     return None
 
 

@@ -48,8 +48,17 @@ class RandomState:
         torch.set_rng_state(self.cpu)
         if self.devices:
             torch.cuda.set_rng_state_all(list(self.devices))
+        self.set_of_python()
+
+    def set_of_python(self) -> None:
+        """Set those of Python and numpy alone."""
         np.random.set_state(self.numpy)
         random.setstate(self.python)
+
+    def is_same_of_python(self, other: RandomState) -> bool:
+        """Return whether those of Python and numpy are in the same states."""
+        same = self.python == other.python
+        return same and all(map(np.array_equal, self.numpy, other.numpy))
 
 
 @contextlib.contextmanager
@@ -128,12 +137,18 @@ class ProgramState:
     Args:
         subject: a model, or a custom function of autograd.
         kinds: further classes whose methods the call may run, as of tensors.
+        values: what the call is given, and may write to or call.
 
     Raises:
         NotRecomputed: something cannot be put back.
     """
 
-    def __init__(self, subject: torch.nn.Module | type, kinds: Iterable[type] = ()) -> None:
+    def __init__(
+        self,
+        subject: torch.nn.Module | type,
+        kinds: Iterable[type] = (),
+        values: Iterable[Any] = (),
+    ) -> None:
         parts = list(subject.modules()) if isinstance(subject, torch.nn.Module) else []
         self.undo = Undo()
         self._parts = {id(part) for part in parts}
@@ -157,6 +172,7 @@ class ProgramState:
             self._walk_all((*part._forward_hooks.values(), *part._forward_pre_hooks.values()))
         if isinstance(subject, type):
             self._walk_class(subject)
+        self._walk_all(values)
 
     def _walk_class(self, kind: type) -> None:
         for base in kind.__mro__:
@@ -167,6 +183,11 @@ class ProgramState:
                 if not isinstance(value, types.FunctionType):
                     if name.startswith("__"):  # `__dict__` and the like cannot be set
                         self._walk(getattr(value, "__func__", None))
+                        continue
+                    if isinstance(value, staticmethod) and issubclass(
+                        base, torch.autograd.Function
+                    ):  # what records its calls stands in its place for a while
+                        self._walk(value.__func__)
                         continue
                     self.undo.callback(_set_attribute, base, name, value)
                 self._walk(value)
@@ -288,7 +309,7 @@ class ProgramState:
             self._walk_globals(function)
 
     def _walk_globals(self, function: types.FunctionType) -> None:
-        names = _names_of(function.__code__)
+        names = names_of(function.__code__)
         scopes = {id(function.__globals__): function.__globals__}
         waiting = list(scopes.values())
         while waiting:
@@ -343,10 +364,10 @@ def _set_slot(slot: types.MemberDescriptorType, value: Any, held: tuple[Any, ...
         slot.__delete__(value)
 
 
-def _names_of(code: types.CodeType) -> set[str]:
+def names_of(code: types.CodeType) -> set[str]:
     """Return the names that a function's code reads or writes, those of functions inside of it too."""
     inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return set(code.co_names).union(*map(_names_of, inner))
+    return set(code.co_names).union(*map(names_of, inner))
 
 
 def _state_of(generator: Any) -> tuple[Any, ...]:
@@ -429,18 +450,21 @@ def _flat(content: Any) -> Iterable[Any]:
 
 
 @contextlib.contextmanager
-def unchanged(subject: torch.nn.Module | type, kinds: Iterable[type] = ()) -> Iterator[None]:
+def unchanged(
+    subject: torch.nn.Module | type, kinds: Iterable[type] = (), values: Iterable[Any] = ()
+) -> Iterator[None]:
     """Put back what calls of a module or of a custom function may change: modes, and what its code
     reaches.
 
     Args:
         subject: a module, or a custom function of autograd.
         kinds: further classes whose methods run, as those of tensors.
+        values: what the calls are given.
 
     Raises:
         NotRecomputed: something of that cannot be put back.
     """
-    state = ProgramState(subject, kinds)
+    state = ProgramState(subject, kinds, values)
     try:
         yield
     finally:

@@ -19,7 +19,9 @@ which no cause was measured is `unexplained-difference`: the window is not judge
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -29,13 +31,14 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from gradcheck_suite.auditing.custom_functions import (
-    LEAST,
+from gradcheck_suite.auditing.custom_functions import LEAST, FunctionReport, judge_function
+from gradcheck_suite.auditing.function_calls import (
+    Call,
     CallsOfProgram,
     FunctionKey,
-    FunctionReport,
     first_calls,
-    judge_function,
+    given_copies,
+    name_of,
     statement_of,
 )
 from gradcheck_suite.auditing.modes import AsBefore
@@ -61,6 +64,7 @@ from gradcheck_suite.core.comparison import (
     FEW_DRAWS,
     FURTHER_ROUNDINGS,
     UNIT_ROUNDOFF,
+    dtype_name,
     growth,
     student_factor,
 )
@@ -182,7 +186,7 @@ def from_outside(part: Part, *, hooks: bool = False) -> Part:
 
 def dtype_of(tensor: torch.Tensor) -> str:
     """Return the name of a dtype, float32 for one without a known unit roundoff."""
-    name = str(tensor.dtype.to_real()).removeprefix("torch.")
+    name = dtype_name(tensor.dtype.to_real())
     return name if name in UNIT_ROUNDOFF else "float32"
 
 
@@ -251,7 +255,7 @@ def by_micro_batch(parts: Sequence[Part], how: How) -> tuple[Total, list[Replaye
         # under autocast, the calls of one pass share a cast parameter, and their gradients are
         # added up in its dtype
         total.dtype = next(
-            (str(p.forward.autocast[1])[6:] for p in parts if p.forward.autocast[2]), None
+            (dtype_name(p.forward.autocast[1]) for p in parts if p.forward.autocast[2]), None
         )
     for part in parts:
         found = replay(part.forward, part.forward.arguments, part.cotangents, how)
@@ -260,51 +264,74 @@ def by_micro_batch(parts: Sequence[Part], how: How) -> tuple[Total, list[Replaye
     return total, replayed
 
 
-def _concatenated(
-    parts: Sequence[Part],
-) -> tuple[list[Any], dict[int, torch.Tensor], list[int]] | None:
-    """Return the arguments and gradients of all calls as one batch, and its sizes.
+@dataclass(frozen=True)
+class Batch:
+    """All calls of a window as one.
 
-    None where they do not fit.
+    Attributes:
+        arguments: flat, those of all calls one after the other.
+        cotangents: index of an output -> the gradients that it receives, with their weights.
+        rows: of each call.
     """
-    forwards = [part.forward for part in parts]
-    ways = [(f.module, f.structure, f.modes, f.trained, f.autocast) for f in forwards]
-    same = all(way == ways[0] for way in ways)
-    if (
-        not same
-        or len({part.index for part in parts}) < len(parts)
-        or any(any(f.scalars) for f in forwards)
-    ):
+
+    arguments: list[Any]
+    cotangents: dict[int, torch.Tensor]
+    rows: list[int]
+
+
+def _concatenated(parts: Sequence[Part]) -> Batch | None:
+    """Return all calls as one batch, None where they do not fit."""
+    if not _are_alike(parts):
         return None
-    columns = list(zip(*(f.arguments for f in forwards), strict=True))
-    if any(isinstance(v, torch.Tensor) and v.is_nested for column in columns for v in column):
-        return None  # it has no rows, but samples of sizes of their own
-    batched = [c for c in columns if all(isinstance(v, torch.Tensor) and v.dim() for v in c)]
-    if not batched:
+    columns = list(zip(*(part.forward.arguments for part in parts), strict=True))
+    rows = _rows_of(columns)
+    if rows is None:
         return None
-    rows = [int(v.shape[0]) for v in batched[0]]
-    arguments: list[Any] = []
+    arguments = list[Any]()
     for column in columns:
-        if all(isinstance(v, torch.Tensor) for v in column):
-            if not _fits(column, rows):
-                return None
+        if all(isinstance(v, torch.Tensor) for v in column) and _fits(column, rows):
             arguments.append(torch.cat(list(column)))
-        elif all(
-            v is column[0] or (type(v) in (int, float, str, bool) and v == column[0])
-            for v in column
-        ):
+        elif _is_constant(column):
             arguments.append(column[0])
         else:
             return None
     indices = parts[0].cotangents.keys()
-    same = all(part.cotangents.keys() == indices for part in parts)
-    if not same or not all(_fits([part.cotangents[i] for part in parts], rows) for i in indices):
+    if any(part.cotangents.keys() != indices for part in parts):
         return None
-    return (
-        arguments,
-        {i: torch.cat([p.cotangents[i] * p.weight for p in parts]) for i in indices},
-        rows,
-    )
+    if not all(_fits([part.cotangents[i] for part in parts], rows) for i in indices):
+        return None
+    cotangents = {i: torch.cat([p.cotangents[i] * p.weight for p in parts]) for i in indices}
+    return Batch(arguments, cotangents, rows)
+
+
+def _are_alike(parts: Sequence[Part]) -> bool:
+    """Return whether all calls are of one module in one way, one in each pass, without a number as
+    an output.
+    """
+    forwards = [part.forward for part in parts]
+    ways = [(f.module, f.structure, f.modes, f.trained, f.autocast) for f in forwards]
+    if any(way != ways[0] for way in ways) or any(any(f.scalars) for f in forwards):
+        return False
+    return len({part.index for part in parts}) == len(parts)
+
+
+def _rows_of(columns: Sequence[Sequence[Any]]) -> list[int] | None:
+    """Return the number of rows of each call, None where no argument has rows."""
+    tensors = [[v for v in column if isinstance(v, torch.Tensor)] for column in columns]
+    if any(any(v.is_nested for v in column) for column in tensors):
+        return None  # it has no rows, but samples of sizes of their own
+    for column, found in zip(columns, tensors, strict=True):
+        if len(found) == len(column) and all(v.dim() for v in found):
+            return [int(v.shape[0]) for v in found]
+    return None
+
+
+def _is_constant(column: Sequence[Any]) -> bool:
+    """Return whether an argument that is no tensor is the same in all calls."""
+    first = column[0]
+    if all(isinstance(v, torch.Tensor) for v in column):
+        return False
+    return all(v is first or (type(v) in (int, float, str, bool) and v == first) for v in column)
 
 
 def _fits(column: Sequence[torch.Tensor], rows: Sequence[int]) -> bool:
@@ -330,17 +357,15 @@ def in_one_batch(parts: Sequence[Part]) -> Total | None:
     concatenated = None if len(parts) < 2 or _low_precision(parts) else _concatenated(parts)
     if concatenated is None:
         return None
-    arguments, cotangents, rows = concatenated
-    first = parts[0].forward
     try:
-        found = replay(first, arguments, cotangents, How())
+        found = replay(parts[0].forward, concatenated.arguments, concatenated.cotangents, How())
     except Exception:
         return None  # the model takes no batch of this size
-    if found.random or not _same_outputs(parts, found, rows):
+    if found.random or not _same_outputs(parts, found, concatenated.rows):
         return None
     total = Total()
     total.add(found, 1.0)
-    total.terms = sum(rows)
+    total.terms = sum(concatenated.rows)
     return total
 
 
@@ -386,7 +411,7 @@ def _coarsest(part: Part, outputs: Sequence[torch.Tensor]) -> str:
     """Return the coarsest dtype in which a call may have computed its outputs."""
     dtypes = [dtype_of(one) for one in (*outputs, *part.forward.module.parameters())]
     if part.forward.autocast[2]:
-        dtypes.append(str(part.forward.autocast[1]).removeprefix("torch."))
+        dtypes.append(dtype_name(part.forward.autocast[1]))
     return max((one for one in dtypes if one in UNIT_ROUNDOFF), key=UNIT_ROUNDOFF.__getitem__)
 
 
@@ -553,6 +578,11 @@ SENTENCES = {
         " calls, it is another one (random numbers of a generator that it does not restore, or other"
         " state?)"
     ),
+    "redrawn of python": (
+        "a checkpoint calls a module ({module}) again inside of the backward, and it draws other"
+        " random numbers of Python or numpy than in the forward, which a checkpoint does not put"
+        " back"
+    ),
     "changed-batch": (
         "the memory of a model's input was filled with other values between its call and its"
         " backward, which then computes with these"
@@ -569,8 +599,12 @@ SENTENCES = {
         "autocast keeps the parameters of an earlier step, cast to {dtype}, since its context is"
         " not left between the step and the next call"
     ),
-    "wrong-backward": "the backward of custom function {name} is wrong: {fault} of its forward",
+    "wrong-backward": "the backward of custom function {name} is wrong: {fault}",
 }
+WRITES = (
+    "its forward writes to a tensor that it is given and does not declare it by `mark_dirty`, and"
+    " the backward of another function reads what it wrote"
+)
 NOT_CALLED = (
     "its backward was not checked, since no call of it was seen when the window was computed again"
 )
@@ -769,15 +803,8 @@ def _compute(asked: Asked, result: Recomputed) -> None:
         return
     parts = result.parts = [from_outside(part) for part in received]
     modes = {parts[received.index(part)]: mode for part, mode in modes.items()}
-    whole = None if modes else in_one_batch(parts)
-    if whole is not None and whole.gradients.keys() & asked.compared.keys():
-        difference = compare(asked.compared, whole, asked.factor, lambda seed: whole)
-        if difference.worst is None or asked.is_faulty:
-            result.how = ONE_BATCH
-            result.error = difference.error
-            _cover(asked, whole, result)
-            _judge_functions(asked, parts, whole.functions, result)
-            return
+    if not modes and _is_that_of_one_batch(asked, parts, result):
+        return
     difference, total, replayed = _computed(asked, parts, How())
     _expect_comparable(asked, total)
     if dtype := _stale_casts(parts, replayed):
@@ -794,25 +821,16 @@ def _compute(asked: Asked, result: Recomputed) -> None:
         return
     _cover(asked, total, result)
     if difference.worst is not None:
-        _judge_difference(asked, received, parts, difference, result)
+        try:
+            _judge_difference(asked, received, parts, difference, result)
+        except (Unexplained, NotReproducible):
+            _judge_functions(asked, parts, total.functions, result)
+            if result.name is None:
+                raise
     elif modes:
-        parts = [
-            replace(p, forward=replace(p.forward, modes=modes.get(p, p.forward.modes)))
-            for p in parts
-        ]
-        difference, _, _ = _computed(asked, parts, How())
-        if difference.worst is not None:
-            numbers = ", ".join(str(index) for index in sorted({part.index for part in modes}))
-            _blame(
-                "wrong-mode", SENTENCES["wrong-mode"].format(numbers=numbers), difference, result
-            )
-    elif any(
-        found.random and found.redrawn and not found.functions for found in replayed
-    ):  # those draw on purpose
-        _blame("wrong-backward", SENTENCES["redrawn"], difference, result)
-    elif any(found.checkpoints.number for found in replayed):
-        _judge_checkpoints(asked, parts, result)
-    if difference.worst is None:
+        _judge_modes(asked, parts, modes, result)
+    else:
+        _judge_draws(asked, parts, replayed, difference, result)
         _note_tensor_hooks(asked, parts, replayed, result)
     if result.name is None:
         _judge_age(asked, parts, result)
@@ -831,8 +849,8 @@ def _note_tensor_hooks(
     if without.worst is not None:
         where = ", ".join(lines[:MOST_LINES])
         said = (
-            f"a hook that the forward sets on a tensor ({where}) changes the gradient by"
-            f" {without.error:.2g} of its size"
+            f"a hook that the forward sets on a tensor ({where}) changes the gradient of what is"
+            " below it"
         )
         result.notes.append(finding("hook-factor", said))
 
@@ -846,6 +864,64 @@ def _judge_checkpoints(asked: Asked, parts: Sequence[Part], result: Recomputed) 
     opened, _, replayed = _computed(asked, parts, How(opened=True))
     if opened.worst is not None and not any(map(_lost_by, parts, replayed)):
         _blame("wrong-backward", SENTENCES["other again"], opened, result)
+
+
+def _judge_draws(
+    asked: Asked,
+    parts: Sequence[Part],
+    replayed: Sequence[Replayed],
+    difference: Difference,
+    result: Recomputed,
+) -> None:
+    """Judge what a checkpoint draws, or computes, again inside of the backward."""
+    own = [found for found in replayed if not found.functions]  # those draw on purpose
+    if any(found.random and found.redrawn for found in own):
+        _blame("wrong-backward", SENTENCES["redrawn"], difference, result)
+        return
+    modules = [found.redrawn_of_python for found in own if found.redrawn_of_python]
+    if modules:
+        # what is called again may draw nothing
+        as_drawn, _, _ = _computed(asked, parts, How(as_drawn=True))
+        if as_drawn.worst is not None:
+            sentence = SENTENCES["redrawn of python"].format(module=modules[0])
+            _blame("wrong-backward", sentence, as_drawn, result)
+    if result.name is None and any(found.checkpoints.number for found in replayed):
+        _judge_checkpoints(asked, parts, result)
+
+
+def _is_that_of_one_batch(asked: Asked, parts: Sequence[Part], result: Recomputed) -> bool:
+    """Compute all calls in one batch, and return whether that says all there is to be said."""
+    whole = in_one_batch(parts)
+    if whole is None or whole.gradients.keys().isdisjoint(asked.compared):
+        return False
+    difference = compare(asked.compared, whole, asked.factor, lambda seed: whole)
+    if difference.worst is not None and not asked.is_faulty:
+        return False
+    result.how = ONE_BATCH
+    result.error = difference.error
+    _cover(asked, whole, result)
+    _judge_functions(asked, parts, whole.functions, result)
+    return True
+
+
+def _judge_modes(
+    asked: Asked, parts: Sequence[Part], modes: Mapping[Part, tuple[bool, ...]], result: Recomputed
+) -> None:
+    """Ask whether the window has another gradient where all its calls are in one mode.
+
+    Args:
+        asked: the window.
+        parts: its calls.
+        modes: the calls in another mode than most, with the mode of those.
+        result: to which a fault is added.
+    """
+    alike = [
+        replace(p, forward=replace(p.forward, modes=modes.get(p, p.forward.modes))) for p in parts
+    ]
+    difference, _, _ = _computed(asked, alike, How())
+    if difference.worst is not None:
+        numbers = ", ".join(str(index) for index in sorted({part.index for part in modes}))
+        _blame("wrong-mode", SENTENCES["wrong-mode"].format(numbers=numbers), difference, result)
 
 
 def _holds_in_turn(asked: Asked, turn: Turn, received: Sequence[Part], result: Recomputed) -> bool:
@@ -863,7 +939,7 @@ def _holds_in_turn(asked: Asked, turn: Turn, received: Sequence[Part], result: R
     compared = total.gradients.keys() & asked.compared.keys() & turn.arrived.keys()
     if not compared or total.functions - asked.known:
         return False
-    if any(found.random and found.redrawn for found in replayed):
+    if any((found.random and found.redrawn) or found.redrawn_of_python for found in replayed):
         return False
     if any(map(_lost_by, parts, replayed)):
         return False
@@ -1057,7 +1133,7 @@ def _stale_casts(parts: Sequence[Part], replayed: Sequence[Replayed]) -> str:
             how = How(forward_only=True, own_parameters=True)
             own = replay(part.forward, part.forward.arguments, part.cotangents, how)
             if _off(part, own) == 0:
-                return str(dtype).removeprefix("torch.")
+                return dtype_name(dtype)
     return ""
 
 
@@ -1253,25 +1329,68 @@ def _judge_functions(
     }
     if not new or asked.is_faulty:
         return
-    with first_calls(new.keys()) as calls:
+    # a number that a forward computes is another one then; some functions expect their gradient
+    how = How(seed=0, scale=1.0)
+    with first_calls(new.keys()) as found:
         for part in parts:
-            if any({kind, made}.isdisjoint(calls) for kind, made in new.items()):
-                # a number that a forward computes is another one then
-                replay(part.forward, part.forward.arguments, part.cotangents, How(seed=0))
-    missed = {made: kind for kind, made in new.items() if {kind, made}.isdisjoint(calls)}
+            replay(part.forward, part.forward.arguments, part.cotangents, how)
+    missed = {made: kind for kind, made in new.items() if not (found.get(kind) or found.get(made))}
     # a class that is made anew each time may hold tensors: its statement is known in its place
-    asked.known.update(calls, missed)
+    asked.known.update(found, missed)
+    asked.known.update((key, one) for key, each in found.items() for one in each)
+    calls = [call for each in found.values() for call in each.values()]
     with quiet(), AsBefore(parts[0].forward.on):
-        verdicts = [judge_function(call) for call in calls.values()]
+        accumulates = len(asked.passes) > 1
+        verdicts = [judge_function(call, accumulates=accumulates) for call in calls]
     verdicts += [FunctionReport(kind.__name__, note=NOT_CALLED) for kind in missed.values()]
-    blame_functions(verdicts, result)
+    with contextlib.suppress(Exception):  # they cannot be called with copies
+        verdicts += _written(parts, calls)
+    blame_functions(verdicts, result, asked.known)
 
 
-def blame_functions(verdicts: Iterable[FunctionReport], result: Recomputed) -> None:
-    """Note what is known of custom functions, and blame the first one that is wrong."""
+def _written(parts: Sequence[Part], calls: Iterable[Call]) -> Iterable[FunctionReport]:
+    """Judge functions that write to a tensor that they are given, and do not declare it.
+
+    The window is computed again with copies in its place: where that is another gradient, the
+    backward of another function has read what was written.
+    """
+    writing = defaultdict[Any, set[int]](set)
+    for call in calls:
+        if call.wrote:
+            writing[call.kind].update(call.wrote)
+    if not writing:
+        return []
+    how = How(scale=1.0)
+    own, _ = by_micro_batch(parts, how)
+    with given_copies(writing):
+        other, _ = by_micro_batch(parts, how)
+    size = math.hypot(*map(norm, other.gradients.values()))
+    off = math.hypot(
+        *(
+            norm(add_gradients(own.gradients[key], -gradient))
+            for key, gradient in other.gradients.items()
+            if key in own.gradients
+        )
+    )
+    if not off > LEAST * size:
+        return []
+    return [FunctionReport(name_of(kind), WRITES, error=off / size) for kind in writing]
+
+
+def blame_functions(
+    verdicts: Iterable[FunctionReport], result: Recomputed, known: set[FunctionKey]
+) -> None:
+    """Note what is known of custom functions, and blame the first one that is wrong.
+
+    Args:
+        verdicts: of calls.
+        result: to which it is added.
+        known: what was noted already; new notes are added.
+    """
     for verdict in verdicts:
-        if verdict.note:
-            said = f"custom function {verdict.name}: {verdict.note}"
+        said = f"custom function {verdict.name}: {verdict.note}"
+        if verdict.note and said not in known:
+            known.add(said)
             result.notes.append(finding("custom-function", said))
         if verdict.fault and result.name is None:
             result.name = "wrong-backward"
@@ -1285,7 +1404,7 @@ def blame_functions(verdicts: Iterable[FunctionReport], result: Recomputed) -> N
 
 
 def judge_calls_of_program(
-    calls: CallsOfProgram, passes: Iterable[Running], known: set[FunctionKey]
+    calls: CallsOfProgram, passes: Sequence[Running], known: set[FunctionKey]
 ) -> Recomputed:
     """Judge the custom functions that the program calls outside of recorded modules.
 
@@ -1300,10 +1419,13 @@ def judge_calls_of_program(
     result = Recomputed()
     if calls.has_calls:
         with quiet():
-            verdicts = calls.judged()
-        blame_functions(verdicts, result)
+            accumulates = len(passes) > 1
+            verdicts = [judge_function(call, accumulates=accumulates) for call in calls.taken()]
+        blame_functions(verdicts, result, known)
     shown = {kind for one in passes for kind in one.outside.functions}
     new = {kind for kind in shown if not {kind, statement_of(kind)} & known}
+    # a later call may take another branch
+    inside = {kind for kind in known if isinstance(kind, type)}
+    calls.watch(new | inside, known)
     known.update(new, map(statement_of, new))
-    calls.watch(new)
     return result

@@ -52,6 +52,7 @@ from gradcheck_suite.auditing.events import (
 from gradcheck_suite.auditing.known_graphs import KnownGraphs, Made
 from gradcheck_suite.auditing.loss_values import rewritten_loss
 from gradcheck_suite.auditing.modes import Apart, is_of_rows
+from gradcheck_suite.auditing.parameter_points import ParameterPoints, Points
 from gradcheck_suite.auditing.places import NOWHERE, Place, here, living, loop_here, shown
 from gradcheck_suite.auditing.samples import Raw
 from gradcheck_suite.auditing.saved_values import Written, written_since
@@ -68,6 +69,7 @@ from gradcheck_suite.auditing.terms import (
     used_at,
 )
 from gradcheck_suite.auditing.vectors import Vector, factor
+from gradcheck_suite.core.comparison import dtype_name
 from gradcheck_suite.core.findings import Found, finding
 
 # What trainers are configured with, read off the stack at a step; no trainer is imported.
@@ -196,6 +198,9 @@ class Lines:
 _engine_class: Any = type(getattr(torch.autograd.Variable, "_execution_engine", object()))
 
 
+_run_backward: Any = getattr(_engine_class, "run_backward", None)
+
+
 class Engine(_engine_class):  # type: ignore[misc]
     """Autograd's engine, which tells a recorder of every pass."""
 
@@ -204,15 +209,17 @@ class Engine(_engine_class):  # type: ignore[misc]
     def run_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a pass; the arguments are those of torch's `_engine_run_backward`."""
         recorder = self.recorder
+        if recorder is not None and not recorder.records:
+            # of a run that is only counted each pass and step comes by here
+            if kwargs.get("accumulate_grad", False):
+                recorder.count_pass()
+            return _run_backward(self, tensors, *args, **kwargs)
         # dynamo traces Python that runs while it compiles, and a window that is computed again is
         # nobody's pass
         if recorder is None or recorder.is_silent or torch.compiler.is_dynamo_compiling():
             return super().run_backward(tensors, *args, **kwargs)
         inputs = args[3] if len(args) > 3 else ()
         accumulates = bool(kwargs.get("accumulate_grad", False))
-        if not recorder.records:
-            recorder.passes_seen += accumulates and _task() == -1
-            return super().run_backward(tensors, *args, **kwargs)
         running = recorder.begin(tensors, args[0] if args else (), accumulates, inputs)
         try:
             result = super().run_backward(tensors, *args, **kwargs)
@@ -379,6 +386,8 @@ class Recorder:
         self._wrapped: dict[int, bool] = {}
         self._optimizers: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._next_optimizer = 0
+        # steps that have begun, and not ended by themselves
+        self._stepping = 0
         self._gone: list[tuple[int, int]] = []
         self._passes_at_step: dict[int, int] = {}
         self._passes_at_last_step = 0
@@ -396,14 +405,12 @@ class Recorder:
         self._standing: dict[int, Raw] = {}
         self._graphs = KnownGraphs()
         self._shards: set[int] = set()
-        self._renormed: set[int] = set()
-        self._renormed_of = 0
         self._groups: dict[int, weakref.ref[Any]] | None = None
         self._late: list[PassRecord] = []
         self._reset: Place | None = None
         self._schedules: list[weakref.ref[Any]] | None = None
         self._averages: list[weakref.ref[torch.Tensor]] = []
-        self._values_of = samples.Together()
+        self._points_of = ParameterPoints()
         self._gradients_of = samples.Together()
         self._clipped_of = samples.Together()
         self._before_clipping = dict[int, Raw]()
@@ -557,6 +564,11 @@ class Recorder:
             self._due = None
             due()
 
+    def count_pass(self) -> None:
+        """Count a pass of a run of which passes and steps are only counted."""
+        if not self.is_silent and _task() == -1 and not torch.compiler.is_dynamo_compiling():
+            self.passes_seen += 1
+
     @property
     def is_silent(self) -> bool:
         """Whether nothing is recorded: a window is computed again, or threads train at once.
@@ -582,49 +594,19 @@ class Recorder:
     def begin(self, tensors: Any, gradients: Any, accumulates: bool, inputs: Any) -> Running | None:
         """Note the beginning of a pass; a pass that runs inside another one belongs to that."""
         roots = [t for t in tensors if edge_of(t)[0] is not None]
-        if any(
-            torch._C._functorch.is_functorch_wrapped_tensor(t)
-            for t in roots
-            if isinstance(t, torch.Tensor)
-        ):
-            # what a transformation returns is a value of the program's
-            said = "a loss inside of torch.func is not seen: what it returns is no backward pass"
-            self.notes[finding("functional-loss", said)] += 1
+        if self._is_no_pass(roots, gradients):
             return None
-        if any(isinstance(g, torch.Tensor) and is_of_rows(g) for g in gradients):
-            return None
-        if any(isinstance(t, torch.Tensor) and not samples.has_values(t) for t in roots):
-            return None  # operations are counted on the meta device or with fake tensors: nothing is trained
         task = _task()
         outer = self._running.get(task)
-        if outer is None:
-            if task == -1:  # a hook runs in the thread of a device
-                self._note_thread()
-                if self.concurrent:
-                    self._unhook(2)
-                    return None
-            self._note_unseen()
-            self._before_clipping = {}
-            # what a pass computes itself, as an adjoint does, would take ten times as long with
-            # stacks
-            self._end_of_stacks()
-            if accumulates or any(isinstance(p, torch.nn.Parameter) for p in inputs):
-                record = PassRecord(here(), accumulates, loop=loop_here(), reset=self._reset)
-                self._reset = None
-            else:
-                record = PassRecord(NOWHERE, False)  # of which nothing is kept
-            running = Running(record, Reader())
-            self._unbound.append(running)
-            if self._objectives:
-                self._declare(roots)
-            if self._weights and (
-                accumulates or any(isinstance(p, torch.nn.Parameter) for p in inputs)
-            ):
-                self._read(running, roots)
-        else:
+        if outer is not None:
             running = Running(outer.record, Reader(), outer)
             if self._weights and accumulates:
                 self._read_inside(running, roots)
+        elif task == -1 and self._has_others():
+            self._unhook(2)
+            return None
+        else:
+            running = self._begin_outermost(roots, accumulates, inputs)
         for root in roots:
             # hooks run in the thread of a device: autograd's number of the pass tells which pass
             # they belong to
@@ -633,6 +615,44 @@ class Recorder:
             self._look_below(running, roots)
             if outer is None and self._sums:
                 self._look_at_gradients()
+        return running
+
+    def _is_no_pass(self, roots: Sequence[Any], gradients: Iterable[Any]) -> bool:
+        """Return whether what goes backward is none that trains."""
+        own = [root for root in roots if isinstance(root, torch.Tensor)]
+        if any(torch._C._functorch.is_functorch_wrapped_tensor(one) for one in own):
+            # what a transformation returns is a value of the program's
+            said = "a loss inside of torch.func is not seen: what it returns is no backward pass"
+            self.notes[finding("functional-loss", said)] += 1
+            return True
+        if any(isinstance(g, torch.Tensor) and is_of_rows(g) for g in gradients):
+            return True
+        # operations are counted on the meta device or with fake tensors: nothing is trained
+        return not all(map(samples.has_values, own))
+
+    def _has_others(self) -> bool:
+        """Return whether two threads go backward at once: a hook runs in the thread of a device."""
+        self._note_thread()
+        return self.concurrent
+
+    def _begin_outermost(self, roots: list[Any], accumulates: bool, inputs: Any) -> Running:
+        """Note the beginning of a pass that is not inside of another one."""
+        self._note_unseen()
+        self._before_clipping = {}
+        # what a pass computes itself, as an adjoint does, would take ten times as long with stacks
+        self._end_of_stacks()
+        is_kept = accumulates or any(isinstance(p, torch.nn.Parameter) for p in inputs)
+        if is_kept:
+            record = PassRecord(here(), accumulates, loop=loop_here(), reset=self._reset)
+            self._reset = None
+        else:
+            record = PassRecord(NOWHERE, False)  # of which nothing is kept
+        running = Running(record, Reader())
+        self._unbound.append(running)
+        if self._objectives:
+            self._declare(roots)
+        if self._weights and is_kept:
+            self._read(running, roots)
         return running
 
     def _note_thread(self) -> None:
@@ -987,7 +1007,9 @@ class Recorder:
         if known is None or known.reference() is not parameter:
             key = self._keys[id(parameter)] = self._next_key
             self._next_key += 1
-            known = self.parameters[key] = Known(weakref.ref(parameter), str(parameter.dtype)[6:])
+            known = self.parameters[key] = Known(
+                weakref.ref(parameter), dtype_name(parameter.dtype)
+            )
             if samples.is_shard(parameter):
                 self._shards.add(key)
         if known.heard is None and parameter.requires_grad and parameter.is_leaf:
@@ -1013,33 +1035,20 @@ class Recorder:
         self._handles.append(found)
         _arrange(parameter._post_accumulate_grad_hooks, [found.id], [])
 
-    def _points(self) -> dict[int, int]:
-        """Return a checksum of each parameter's values, or its version where they lie on a device.
-
-        A version does not tell of `.data`, by which averages are swapped in and parameters
-        perturbed.
-        """
-        if self._renormed_of != len(self.parameters):
-            self._renormed_of = len(self.parameters)
-            self._renormed = _renormed_weights()
-        own = {
-            key: p
-            for key, known in self.parameters.items()
-            if (p := known.reference()) is not None
-            and p.requires_grad  # a frozen copy may follow the trained ones
-            and id(p) not in self._renormed
-        }
-        marks = self._values_of.marks([*own.values()])
-        if None in marks:
+    def _points(self) -> Points:
+        """Return a checksum of each parameter's values, or its version where they lie on a device."""
+        found = ((key, known.reference()) for key, known in self.parameters.items())
+        # a frozen copy may follow the trained ones
+        points = self._points_of.now(
+            {key: p for key, p in found if p is not None and p.requires_grad}, self.steps_seen
+        )
+        if self._points_of.has_versions_alone:
             said = (
                 "parameters lie on a device, or have no memory in a row: writes to them through"
                 " `.data` are not seen"
             )
             self.notes[finding("unseen-writes", said)] = 1
-        return {
-            key: own[key]._version if mark is None else mark
-            for key, mark in zip(own, marks, strict=True)
-        }
+        return points
 
     @_guarded(SUMS)
     def _look_at_gradients(self) -> None:
@@ -1290,11 +1299,19 @@ class Recorder:
 
     @_guarded(STEPS, computes=False)
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        stepping = _optimizers_on_the_stack(optimizer)
-        # a step of a subclass that calls the one of its base class is one step
-        nested = len(stepping) > 1
-        if self.is_silent or (nested and any(one is optimizer for one in stepping[1:])):
+        if self.is_silent:
             return None
+        nested = False
+        if self._stepping:
+            # a step that has raised has not ended, and nothing but the stack tells
+            stepping = _optimizers_on_the_stack(optimizer)
+            # a step of a subclass that calls the one of its base class is one step
+            nested = len(stepping) > 1
+            if nested and any(one is optimizer for one in stepping[1:]):
+                self._stepping += 1
+                return None
+            self._stepping = self._stepping if nested else 0
+        self._stepping += 1
         if self._gone:
             self._forget_optimizers()
         self.steps_seen += not nested
@@ -1316,6 +1333,10 @@ class Recorder:
 
     @_guarded(STEPS, computes=False)
     def _step_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._stepping = max(self._stepping - 1, 0)
+        if not self.records:
+            self._passes_at_last_step = self.passes_seen
+            return
         index = self.index(optimizer)
         if index in self._passes_at_step:  # those of a closure, too
             self._passes_at_step[index] = self._passes_at_last_step = self.passes_seen
@@ -1572,15 +1593,6 @@ def _some_of(gradient: torch.Tensor) -> torch.Tensor:
     found = gradient.detach()
     flat = found.as_strided((number,), (1,)) if in_a_row else found.reshape(-1)
     return flat[:: max(1, number // MOST_RATIOS)][:MOST_RATIOS].clone()
-
-
-def _renormed_weights() -> set[int]:
-    """Return the ids of weights that their own forward writes: those of embeddings with a
-    `max_norm`.
-    """
-    modules = living(torch.nn.Embedding, torch.nn.EmbeddingBag)
-    bounded = [one for one in modules if one.__dict__.get("max_norm") is not None]
-    return {id(one.__dict__["_parameters"].get("weight")) for one in bounded}
 
 
 def _is_same(known: Known, gradient: torch.Tensor) -> bool:

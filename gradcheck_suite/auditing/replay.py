@@ -428,30 +428,19 @@ class Replay:
         cut, then = alike(now, state.sample)
         if not is_finite(cut):
             return Explanation(NOT_FINITE, 1.0, {}, now)
-        if not size(cut):
-            kept = not size(then) and bool(state.coefficients)
-            return (
-                Explanation(SAME, 1.0, state.coefficients, now)
-                if kept
-                else Explanation(RESET, 0.0, {}, now)
-            )
-        if distance(then, cut) <= 1e-3 * tolerance:
+        is_empty = not size(cut)
+        if is_empty and (size(then) or not state.coefficients):
+            return Explanation(RESET, 0.0, {}, now)
+        if is_empty or distance(then, cut) <= 1e-3 * tolerance:
             return Explanation(SAME, 1.0, state.coefficients, now)
-        if (
-            self.ranks > 1
-            and not state.shard
-            and (found := self._reduction(key, cut, then, tolerance, sure=sure)) is not None
-        ):
-            return Explanation(REDUCED, *found, now)
-        last = max((index for _, index in state.coefficients), default=-1)
-        results = [
-            (i, one)
-            for i in reversed(self.passes)
-            if i > last and (one := self._result(rank, i, key)) is not None
-        ]
+        if self.ranks > 1 and not state.shard:
+            found = self._reduction(key, cut, then, tolerance, sure=sure)
+            if found is not None:
+                return Explanation(REDUCED, *found, now)
         # a parameter of few elements may be a multiple of anything
-        tells = np.count_nonzero(cut[:ELEMENTS]) >= FEWEST
-        for index, result in results:
+        tells = bool(np.count_nonzero(cut[:ELEMENTS]) >= FEWEST)
+        results = self._results(rank, key, state)
+        for index, result in results.items():
             written = factor(now, result, tolerance)
             if written is not None and (tells or near(written, 1.0, 1e-3 * tolerance)):
                 return Explanation(WRITTEN, 1.0, {(rank, index): written}, now)
@@ -460,6 +449,14 @@ class Replay:
             scaled = {source: c * multiplied for source, c in state.coefficients.items()}
             return Explanation(FACTOR, multiplied, scaled if inside else state.coefficients, now)
         return Explanation(EDITED, 1.0, {(rank, UNKNOWN): 1.0}, now)
+
+    def _results(self, rank: int, key: int, state: State) -> dict[int, Vector]:
+        """Return what `torch.autograd.grad` gave for a parameter after the last pass that stands in
+        its `.grad`, the newest first.
+        """
+        last = max((index for _, index in state.coefficients), default=-1)
+        later = {index: self._result(rank, index, key) for index in self.passes if index > last}
+        return {i: later[i] for i in reversed(later) if later[i] is not None}  # type: ignore[misc]
 
     def _result(self, rank: int, index: int, key: int) -> Vector | None:
         """Return what `torch.autograd.grad` gave for a parameter in a pass, or None."""
@@ -509,43 +506,18 @@ class Replay:
         last = self.passes.get(self.number_of_passes - 1)
         self.number_of_passes += 1
         self.passes[index] = Seen(records)
-        own, *others = (settled(record.now) for record in records)
-        if (
-            others
-            and any(map(size, own.values()))
-            and not any(r.shards or r.hooked for r in records)
-        ):
-            self.alike[
-                all(
-                    own.keys() == one.keys()
-                    and all(map(np.array_equal, own.values(), one.values()))
-                    for one in others
-                )
-            ] += 1
+        self._note_alike(records)
         # all ranks are measured before any is changed: a reduction is a sum over them
         explained = [
             self._explain_all(rank, settled(record.was), inside=True)
             for rank, record in enumerate(records)
         ]
         for rank, ones in enumerate(explained):
-            self._discard(rank, [key for key, one in ones.items() if one.event == RESET])
-            for key, one in ones.items():
-                self._states[rank][key] = State(
-                    one.now, one.coefficients, self._states[rank][key].shard
-                )
-                if last is not None:
-                    last.reduced = last.reduced or one.event == REDUCED
+            self._set_states(rank, ones)
+            if last is not None and any(one.event == REDUCED for one in ones.values()):
+                last.reduced = True
         for rank, record in enumerate(records):
-            if record.by_hand:
-                self._arrived[rank, index] = settled(record.now)
-                continue
-            fresh = [key for key, before in record.arrivals.items() if before == NONE]
-            self._discard(rank, fresh)
-            for key in fresh:
-                self._states[rank][key] = State()
-            for key in record.arrivals.keys() - record.now.keys():
-                self._late[rank, key].append(index)
-            self._add(rank, index, record)
+            self._take_arrivals(rank, index, record)
         seen = self.passes[index]
         seen.arrived = self._arrived.get((0, index), {})
         seen.by_hooks = self._is_reduced_by_hooks(index, records)
@@ -554,6 +526,33 @@ class Replay:
         # is asked for
         self.passes[index].records = [replace(record, was={}, now={}, raw={}) for record in records]
         return index
+
+    def _note_alike(self, records: Sequence[PassRecord]) -> None:
+        """Note whether the same arrived on all ranks."""
+        own, *others = (settled(record.now) for record in records)
+        is_plain = not any(record.shards or record.hooked for record in records)
+        if others and is_plain and any(map(size, own.values())):
+            self.alike[all(_are_equal(own, one) for one in others)] += 1
+
+    def _set_states(self, rank: int, explained: Mapping[int, Explanation]) -> None:
+        """Set what stands in each `.grad` before a pass."""
+        states = self._states[rank]
+        self._discard(rank, [key for key, one in explained.items() if one.event == RESET])
+        for key, one in explained.items():
+            states[key] = State(one.now, one.coefficients, states[key].shard)
+
+    def _take_arrivals(self, rank: int, index: int, record: PassRecord) -> None:
+        """Take what has arrived in a pass of a rank."""
+        if record.by_hand:
+            self._arrived[rank, index] = settled(record.now)
+            return
+        fresh = [key for key, before in record.arrivals.items() if before == NONE]
+        self._discard(rank, fresh)
+        for key in fresh:
+            self._states[rank][key] = State()
+        for key in record.arrivals.keys() - record.now.keys():
+            self._late[rank, key].append(index)
+        self._add(rank, index, record)
 
     def _is_reduced_by_hooks(self, index: int, records: Sequence[PassRecord]) -> bool:
         """Return whether the program's hooks have reduced a pass: on all ranks the same arrived, and
@@ -1114,6 +1113,11 @@ class Replay:
         self._null = {n for n in self._null if n[1] in kept}
         self._not_finite &= kept
         self._discarded = {one: cs for one, cs in self._discarded.items() if one <= kept}
+
+
+def _are_equal(own: Mapping[int, Vector], other: Mapping[int, Vector]) -> bool:
+    """Return whether the same arrived at the same parameters."""
+    return own.keys() == other.keys() and all(map(np.array_equal, own.values(), other.values()))
 
 
 def _common(factors: Mapping[int, float | None]) -> float:

@@ -9,7 +9,7 @@ To add a diagnosis, a finding or a reason: its row in `core/faults.py` or `core/
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, Literal, TypeVar
 
 from gradcheck_suite.auditing.places import Place
@@ -229,3 +229,25 @@ def decide(rules: Sequence[Rule[E]], evidence: E) -> Decided[E]:
             held.append(Held(rule, seen if isinstance(seen, Sighting) else SEEN))
     is_settled = any(one.rule.is_fault or one.rule.before for one in held)
     return Decided(held, None if is_settled else missing)
+
+
+def names(rules: Sequence[Rule[E]]) -> tuple[str, ...]:
+    """Return the names of rules."""
+    return tuple(rule.name for rule in rules)
+
+
+def in_order(
+    *rules: Rule[E], below: Sequence[str] = (), of_faults: Sequence[str] = ()
+) -> tuple[Rule[E], ...]:
+    """Return rules of which the first one that holds stands.
+
+    Args:
+        rules: the surest first.
+        below: rules that each of them outranks, too.
+        of_faults: rules that only the faults of them outrank.
+    """
+    found = list[Rule[E]]()
+    for at, rule in enumerate(rules):
+        before = (*names(rules[at + 1 :]), *below)
+        found.append(replace(rule, before=(*before, *of_faults) if rule.is_fault else before))
+    return tuple(found)

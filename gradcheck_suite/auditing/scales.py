@@ -15,9 +15,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice, product
 
+import numpy as np
+
 from gradcheck_suite.auditing.places import Loop
 from gradcheck_suite.auditing.replay import StepWindow, near
-from gradcheck_suite.auditing.rules import Held, Rule, Sighting, decide
+from gradcheck_suite.auditing.rules import Held, Rule, Sighting, decide, in_order, names
 from gradcheck_suite.auditing.weights import WORDS, WRONG_COUNT, Key, Objective, spread
 from gradcheck_suite.core.faults import remedy_of
 from gradcheck_suite.core.findings import Found
@@ -637,6 +639,18 @@ def _is_divided_by_other_length(e: E) -> Seen:
     return ScaleSighting(numbers, expected=base)
 
 
+def _is_longer_than_its_divisor(e: E) -> Seen:
+    """Ask whether a window has the passes of several whole ones, and is divided by the length of one:
+    a step did not come.
+    """
+    seen = _is_divided_by_other_length(e)
+    if not isinstance(seen, ScaleSighting):
+        return None
+    passes, whole = e.use.length, seen.numbers["q"]
+    is_several = isinstance(whole, int) and passes > whole and passes % whole == 0
+    return seen if is_several and whole in e.run.by_length else None
+
+
 def _divided_by(e: E, base: float, whole: int) -> str:
     """Return in words by what a window is divided beside its coefficient."""
     use = e.use
@@ -775,6 +789,35 @@ def _is_wrong_count(e: E) -> Seen:
     return ScaleSighting({"divisor": divisor, "items": e.use.items}) if is_shown else None
 
 
+def _is_running_count(e: E) -> Seen:
+    """Ask whether what is added up is divided by a count that is never reset: of all windows so far,
+    in each of them.
+
+    The loss is, or `.grad` after the last pass.
+    """
+    uses = e.run.uses
+    if len(uses) < FEWEST_COUNTS or not e.run.is_whole or e.use.is_mean:
+        return None
+    totals = [float(total) for total in np.cumsum([use.items for use in uses])]
+    at = next(i for i, use in enumerate(uses) if use is e.use)
+    numbers = {"divisor": totals[at], "items": e.use.items}
+    if _are_shares(uses, [1.0] * len(uses), totals):
+        return ScaleSighting(numbers)
+    # of a window that is right with it, the factor is a part of the weights already
+    factors = [1.0 if use.taken_out != 1.0 else use.window.factor or 1.0 for use in uses]
+    if _are_shares(uses, factors, totals):
+        return ScaleSighting(numbers, expected=e.use.own * totals[at] / e.use.items)
+    return None
+
+
+def _are_shares(uses: Sequence[Use], factors: Sequence[float], totals: Sequence[float]) -> bool:
+    """Return whether an item of each window weighs one over a number of it."""
+    return all(
+        near(use.objective.weight * factor * total, 1.0, max(use.objective.tolerance, 1e-5))
+        for use, factor, total in zip(uses, factors, totals, strict=True)
+    )
+
+
 def _is_miscounted(e: E) -> Seen:
     """Ask whether the one denominator of a window is none of what its loss may count."""
     if _denominator(e) is None:
@@ -857,15 +900,30 @@ _LEFT_IN = (
         "loss-scale",
     ),
 )
-_IN_ORDER: Sequence[Rule[E]] = (
-    Rule[E](
-        "other count",
-        "other-count",
-        _has_other_count,
-        "the loss is divided by {counts}, more than {own}: the accumulation is right, since the"
-        " whole window has one denominator",
+_OTHER_COUNT = Rule[E](
+    "other count",
+    "other-count",
+    _has_other_count,
+    "the loss is divided by {counts}, more than {own}: the accumulation is right, since the"
+    " whole window has one denominator",
+)
+_UNDIVIDED = Rule[E](
+    "undivided",
+    "undivided-term",
+    _is_undivided,
+    "no division of this term ({term}) by the number of micro-batches is seen, where the one at"
+    " {line} ({beside}) is a mean over the window",
+)
+_COEFFICIENT = Rule[E]("coefficient", "coefficient", _is_coefficient, COEFFICIENT)
+_IN_ORDER = in_order(
+    _wrong(
+        "running count",
+        _is_running_count,
+        "each weighs 1/{divisor:g}, the count of all windows so far, where {items:g} count in this"
+        " one",
+        "running",
+        called=WRONG_COUNT,
     ),
-    _silent("right", _is_right),
     _silent("plain sum", _is_plain_sum),
     _wrong(
         "short of configured",
@@ -895,13 +953,19 @@ _IN_ORDER: Sequence[Rule[E]] = (
     ),
     _silent("same in other windows", _is_same_in_others),
     _wrong(
+        "missing step",
+        _is_longer_than_its_divisor,
+        "{r}/{q}: {what}, where the window has {passes}",
+        "long-window",
+    ),
+    _wrong(
         "other length",
         _is_divided_by_other_length,
         "{r}/{q}: {what}, where the window has {passes}",
         "short-window",
     ),
     _wrong(
-        "begun anew",
+        "window begun anew",
         _is_begun_anew,
         "1 + {more:.6g}: its last {whole} are a whole mean, and what went backward before was not"
         " reset",
@@ -931,46 +995,18 @@ _IN_ORDER: Sequence[Rule[E]] = (
         "the loss is divided by {divisor}, but it adds up {items} (padding or shifted labels"
         " counted?)",
     ),
-)
-_LAST: Sequence[Rule[E]] = (
-    Rule[E](
-        "undivided",
-        "undivided-term",
-        _is_undivided,
-        "no division of this term ({term}) by the number of micro-batches is seen, where the one at"
-        " {line} ({beside}) is a mean over the window",
-    ),
-    Rule[E]("coefficient", "coefficient", _is_coefficient, COEFFICIENT),
-)
-
-
-def _outranked(rule: Rule[E], after: Sequence[str]) -> Sequence[str]:
-    """Return the rules that one outranks: those after it, but for what a fault or a word on the
-    coefficient alone settles.
-    """
-    left_in = [one.name for one in _LEFT_IN]
-    if rule.name == "other count":
-        return ()
-    if rule.is_fault or rule.name == "right":
-        return (*after, *left_in, "undivided", "coefficient")
-    if rule.name == "plain sum":
-        return (*after, "coefficient")
     # of what is the program's own, a division that is missing may be said all the same
-    return (*after, "coefficient") if rule.is_silent else (*after, "undivided", "coefficient")
-
-
-def _table() -> Sequence[Rule[E]]:
-    names = [rule.name for rule in _IN_ORDER]
-    ranked = [
-        replace(rule, before=_outranked(rule, names[at + 1 :])) for at, rule in enumerate(_IN_ORDER)
-    ]
-    left_in = [replace(rule, before=("undivided", "coefficient")) for rule in _LEFT_IN]
-    undivided, coefficient = _LAST
-    return (*ranked, *left_in, replace(undivided, before=(coefficient.name,)), coefficient)
-
-
-SCALE_RULES = _table()
-"""What the coefficient of an objective may be."""
+    below=(_COEFFICIENT.name,),
+    of_faults=(*names(_LEFT_IN), _UNDIVIDED.name),
+)
+_RIGHT = _silent("right", _is_right)
+_NOT_RIGHT = (*_IN_ORDER, *_LEFT_IN, _UNDIVIDED, _COEFFICIENT)
+SCALE_RULES: Sequence[Rule[E]] = (
+    _OTHER_COUNT,
+    replace(_RIGHT, before=names(_NOT_RIGHT)),
+    *_NOT_RIGHT,
+)
+"""What the coefficient of an objective may be; of several words on it, the first one is said."""
 
 
 # Windows that begin or end at the wrong micro-batch.
@@ -1070,10 +1106,10 @@ def _of_objective(run: Run, notes: Counter[Found]) -> Iterator[Scale]:
             scale = _scale_of(e, fault)
             yield _as_window(e, scale) if scale.cause == "short-window" else scale
         else:
-            for one in decided.findings:
-                if not one.rule.is_silent:
-                    place = one.seen.where or str(use.objective.place)
-                    notes[one.rule.finding(replace(one.seen, where=place))] += 1
+            said = next((one for one in decided.findings if not one.rule.is_silent), None)
+            if said is not None:
+                place = said.seen.where or str(use.objective.place)
+                notes[said.rule.finding(replace(said.seen, where=place))] += 1
 
 
 def _may_be_hidden(e: E, fault: Held[E]) -> bool:
@@ -1089,7 +1125,7 @@ def _hidden(e: E, fault: Held[E]) -> Found:
     scale = _scale_of(e, fault)
     own = "the weights of the samples have its inverse"
     seen = replace(_either(scale.note, (scale.cause,), own), where=str(e.use.objective.place))
-    return _LAST[-1].finding(seen)
+    return _COEFFICIENT.finding(seen)
 
 
 def _scale_of(e: E, fault: Held[E]) -> Scale:

@@ -63,6 +63,7 @@ class Schedule:
             self._expected
         ) = 0
         self._lengths: Counter[int] = Counter()
+        self._usual = 0
         self._is_fresh = self._again_first = False
         self._spent = self._of_windows = self._of_recomputed = self._seconds = 0.0
 
@@ -79,7 +80,9 @@ class Schedule:
         length = passes - self._passes
         self._passes = passes
         self._lengths[length] += 1
-        if length != self._lengths.most_common(1)[0][0]:
+        if self._lengths[length] > self._lengths[self._usual]:
+            self._usual = length
+        if length != self._usual:
             self._odd, period = self._windows, self._windows - self._odd
             self._expected = self._windows + period if period > RECENT else 0
 

@@ -18,6 +18,7 @@ from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from gradcheck_suite.auditing.places import here
+from gradcheck_suite.auditing.standard_error import StandardError
 from gradcheck_suite.auditing.stopping import StoppedOnViolation, Terminated, in_words
 from gradcheck_suite.auditing.told import tell
 from gradcheck_suite.core.findings import finding
@@ -130,12 +131,12 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self.options = (options or AuditOptions()).replace(**fields)
         self.quiet = quiet
         self._name = name or here().line
-        self._torch: context.audit | None = None
+        self._torch: context.TorchAudit | None = None
         self._jax: JaxAudit | None = None
         self._failed: list[str] = []
         self._result: Result | None = None
         self._opened = self._is_closing = False
-        self._standard_error = sys.stderr
+        self._standard_error = StandardError()
         self._process = os.getpid()
         self._stack = contextlib.ExitStack()
         self._start = time.perf_counter()
@@ -162,7 +163,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if _open:
             raise UsageError("audit: another audit is open in this process; close it first")
         self._opened = True
-        self._standard_error = sys.stderr
+        self._standard_error.begun = sys.stderr
         self._start = time.perf_counter()
         # ranks that a launcher of torch starts write their files from the beginning
         if "torch" in sys.modules or "RANK" in os.environ:
@@ -192,10 +193,12 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         return guarded
 
     def _open_torch(self) -> None:
-        from gradcheck_suite.auditing.context import audit as of_torch
+        from gradcheck_suite.auditing.context import TorchAudit
 
         if self._torch is None:
-            self._torch = of_torch(self.options, name=self._name, quiet=self.quiet).open()
+            self._torch = TorchAudit(
+                self.options, self._name, self._standard_error, quiet=self.quiet
+            ).open()
 
     def _open_jax(self) -> None:
         from gradcheck_suite.auditing.jax.run import JaxAudit
@@ -245,7 +248,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._stack.close()
         if self in _open:
             _open.remove(self)
-        of_torch = None if self._torch is None else self._torch.close(error, summary=False)
+        of_torch = None if self._torch is None else self._torch.close(error)
         of_jax = None
         if self._jax is not None:
             of_jax = self._jax.close(error)
@@ -317,14 +320,11 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         """The standard error of the time when the audit began, which the program may have replaced
         since then.
         """
-        begun = self._standard_error
-        return sys.stderr if begun is None or getattr(begun, "closed", False) else begun
+        return self._standard_error.now
 
     @standard_error.setter
     def standard_error(self, stream: TextIO) -> None:
-        self._standard_error = stream
-        if self._torch is not None:
-            self._torch.standard_error = stream
+        self._standard_error.begun = stream
 
 
 OF_EXAMPLES = "jax.example_libraries.optimizers"

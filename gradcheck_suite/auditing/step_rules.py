@@ -176,8 +176,8 @@ STEP_RULES: Sequence[Rule[E]] = (
         "step on zeros",
         "repeated-step",
         _on_zeros,
-        "nothing went backward since the last step and `.grad` is 0, and this step moves parameters"
-        " once more (by momentum, averages or decay)",
+        "step() was called without a backward() since the previous step: `.grad` is 0, and the step"
+        " moves parameters once more (by momentum, averages or decay)",
         NEEDS,
         ("replaced",),
         causes=("zeros",),

@@ -7,7 +7,7 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
@@ -28,6 +28,7 @@ from gradcheck_suite.auditing.places import (
     is_edit,
     is_given_up,
     is_reset,
+    is_skipped,
     is_tried,
     lines_between,
 )
@@ -41,7 +42,7 @@ from gradcheck_suite.auditing.replay import (
     StepWindow,
     near,
 )
-from gradcheck_suite.auditing.rules import Change, Need, Rule, Sighting
+from gradcheck_suite.auditing.rules import Change, Need, Rule, Sighting, in_order, names
 from gradcheck_suite.core.text import counted
 
 MOST_LINES = 3
@@ -72,7 +73,7 @@ def _is_local(e: E) -> Found:
 
 
 def _is_of_earlier_step(e: E) -> bool:
-    """Ask whether `.grad` is not empty, and nothing went backward since the last step."""
+    """Ask whether `.grad` is not empty, without a backward since the previous step."""
     return not e.indices and any(e.window.coefficients.values())
 
 
@@ -131,12 +132,34 @@ def _other_steps(window: StepWindow, index: int) -> Sequence[int]:
 
 
 def _is_written_over(e: E) -> Found:
-    """Ask whether a result of `torch.autograd.grad` is written over by the next one of its line."""
+    """Ask whether a result of `torch.autograd.grad` is written over by the next one of its line:
+    the last one alone is there.
+    """
+    there, gone = _results(e)
+    if not there or not gone or len(there) > 1 or max(gone) > there[0]:
+        return None
+    return _at_places(e, gone)
+
+
+def _is_left_out(e: E) -> Found:
+    """Ask whether some results of one line are put into `.grad`, and others are not."""
+    there, gone = _results(e)
+    return _at_places(e, gone) if there and gone else None
+
+
+def _results(e: E) -> tuple[Columns, Columns]:
+    """Return the results of `torch.autograd.grad` that are in `.grad` and those that are not, of
+    lines that have both.
+    """
     is_there = np.abs(e.mean) > 1e-3
     there = columns_of(e.by_hand & is_there)
     gone = columns_of(e.by_hand & ~is_there)
     both = e.places(there) & e.places(gone)
-    return Sighting(more=f" ({', '.join(sorted(map(str, both)))})") if both else None
+    return [j for j in there if e.places([j]) & both], [j for j in gone if e.places([j]) & both]
+
+
+def _at_places(e: E, columns: Columns) -> Sighting:
+    return Sighting(more=f" ({', '.join(sorted(map(str, e.places(columns))))})")
 
 
 def _is_torn(e: E) -> Found:
@@ -257,7 +280,7 @@ TOLD_APART = (LIKENESS, UNCOVERED, ENOUGH_ELEMENTS)
 
 def _is_unknown(e: E) -> bool:
     """Return whether something that no event explains stands in `.grad`."""
-    return any(index == UNKNOWN for cs in e.window.coefficients.values() for _, index in cs)
+    return any(index == UNKNOWN for one in e.sums for _, index in one)
 
 
 def _is_clipped_between(e: E) -> Found:
@@ -463,14 +486,25 @@ def _is_rest(e: E) -> bool:
 def _is_begun_anew(e: E) -> Found:
     """Ask whether a window was begun anew on purpose.
 
-    What is left is a whole mean: the rest of a window that is reset inside would weigh less.
+    What is left is as many passes as windows have in which nothing is missing, or a whole mean: the
+    rest of a window that is reset inside would be fewer, and weigh less.
     """
     if not e.lost or len(e.kept) < 2 or not _comes_first(e):
         return None
-    window = e.window
-    if not is_tried(e.pass_of(max(e.lost)).site) or not weigh_one(window, used_of(window)):
+    if len(e.kept) != e.history.typical_k and not _is_whole_mean_after_leaving(e):
         return None
     return Sighting({"reset": _resets(e, e.lost) or ""}, where=_at_step(e))
+
+
+def _is_whole_mean_after_leaving(e: E) -> bool:
+    """Return whether the program goes on elsewhere after the reset, and what it then steps on weighs
+    as a whole mean.
+    """
+    change = _resets(e, e.lost)
+    leaves = change is not None and change.line is not None and is_skipped(change.line)
+    if not leaves and not is_tried(e.pass_of(max(e.lost)).site):
+        return False
+    return weigh_one(e.window, used_of(e.window))
 
 
 def _is_cut_off(e: E) -> Found:
@@ -500,22 +534,14 @@ def _missing(e: E) -> Sighting:
 # Coefficients that differ between parameters, or between passes.
 
 
-def _off(e: E) -> Mask:
-    """Return (rows, columns), where a coefficient differs from that of its pass."""
-    off = e.reached & ~are_near(e.coefficients, e.mean, 1e-3)
-    required = np.zeros(len(e.indices), bool)
-    required[e.required] = True
-    return off & required
-
-
-def _first_off(e: E, off: Mask) -> int:
+def _first_off(e: E) -> int:
     """Return the parameter that shows it first."""
-    return e.keys[int(np.argwhere(off.T)[0][1])]
+    return e.keys[int(np.argwhere(e.off.T)[0][1])]
 
 
 def _is_lost_in_some(e: E) -> Mask:
     """Return (rows, columns), where a pass is missing that is there in other parameters."""
-    missing: Mask = _off(e) & (np.abs(e.coefficients) < NEGLIGIBLE)
+    missing: Mask = e.off & (np.abs(e.coefficients) < NEGLIGIBLE)
     return missing
 
 
@@ -533,17 +559,16 @@ def _is_reset_in_some(e: E) -> Found:
     if not missing.any() or (reset is None and _is_clipping(e)):
         return None
     keys = [e.keys[int(k)] for k in np.flatnonzero(missing.any(1))]
-    return Sighting(key=_first_off(e, _off(e)), keys=keys, change=reset)
+    return Sighting(key=_first_off(e), keys=keys, change=reset)
 
 
 def _is_clipped_in_some(e: E) -> Found:
-    return _is_rescaled_in_some(e) if _is_clipping(e) else None
+    return _is_rescaled_in_some(e) if e.off.any() and _is_clipping(e) else None
 
 
 def _is_rescaled_in_some(e: E) -> Found:
     """Ask whether a pass weighs another number in some parameters."""
-    off = _off(e)
-    return Sighting(key=_first_off(e, off), change=_edits(e)) if off.any() else None
+    return Sighting(key=_first_off(e), change=_edits(e)) if e.off.any() else None
 
 
 def _is_taken_away(e: E) -> Found:
@@ -616,11 +641,14 @@ class Hooked:
 
 def _hooks(e: E) -> Sequence[Hooked]:
     """Return the parameters with hooks, in the order in which they were seen."""
+    # a reduction is no fixed factor
+    passes = [seen for seen in e.window.passes.values() if not seen.by_hooks]
+    hooked = [seen for seen in passes if any(record.hooked for record in seen.records)]
+    if not hooked:
+        return []
     found: dict[tuple[int, int], Hooked] = {}
     own = {*e.window.keys}
-    for seen in e.window.passes.values():
-        if seen.by_hooks:  # a reduction is no fixed factor
-            continue
+    for seen in hooked:
         for rank, record in enumerate(seen.records):
             for key in record.hooked.keys() & own:
                 same = record.hooked[key]
@@ -742,31 +770,6 @@ def _of_hooks(record: PassRecord, keys: Sequence[int]) -> float:
 # The table.
 
 
-def _in_order(
-    *rules: Rule[E], below: Sequence[str] = (), of_faults: Sequence[str] = ()
-) -> tuple[Rule[E], ...]:
-    """Return rules of which the first one that holds stands.
-
-    Args:
-        rules: the surest first.
-        below: rules that each of them outranks, too.
-        of_faults: rules that only the faults of them outrank.
-    """
-    names = [rule.name for rule in rules]
-    return tuple(
-        replace(
-            rule,
-            before=(*names[at + 1 :], *below, *(of_faults if rule.is_fault else ())),
-        )
-        for at, rule in enumerate(rules)
-    )
-
-
-def names(rules: Sequence[Rule[E]]) -> tuple[str, ...]:
-    """Return the names of rules."""
-    return tuple(rule.name for rule in rules)
-
-
 _REPEATED_RESCALING = "the running sum itself is rescaled at every micro-batch"
 _CHANGED = (
     "something else changes `.grad` between the backward passes, such as clipping, noise or a"
@@ -807,7 +810,7 @@ TAIL = Rule[E](
     causes=("in-audit",),
     kind="step-count",
 )
-_EDITS = _in_order(
+_EDITS = in_order(
     Rule[E]("results written", "composed-gradient", _is_written, is_silent=True),
     Rule[E](
         "edited",
@@ -817,7 +820,7 @@ _EDITS = _in_order(
         " decision",
     ),
 )
-_HOOKS = _in_order(
+_HOOKS = in_order(
     Rule[E](
         "hook again",
         "wrong-scale",
@@ -842,7 +845,7 @@ _HOOKS = _in_order(
     of_faults=names(_EDITS),
 )
 _AFTER = (*names(_HOOKS), *names(_EDITS))
-_UNEQUAL = _in_order(
+_UNEQUAL = in_order(
     Rule[E]("reset in some", "reset-inside-window", _is_reset_in_some, _ONLY_LAST, TOLD_APART),
     _clipped("clipped in some", _is_clipped_in_some, TOLD_APART),
     _rescaled("rescaled in some", _is_rescaled_in_some, TOLD_APART),
@@ -860,7 +863,7 @@ _UNEQUAL = _in_order(
     ),
     of_faults=_AFTER,
 )
-_LOST = _in_order(
+_LOST = in_order(
     Rule[E](
         "not finite",
         "reset-non-finite",
@@ -947,7 +950,7 @@ _LOST = _in_order(
     below=names(_UNEQUAL),
     of_faults=_AFTER,
 )
-_WHOLE = _in_order(
+_WHOLE = in_order(
     Rule[E](
         "local",
         "not-reduced",
@@ -958,8 +961,8 @@ _WHOLE = _in_order(
         "empty window",
         "stale-window",
         _is_of_earlier_step,
-        "nothing went backward since the last step, and `.grad` is not empty: the gradient of an"
-        " earlier step is still in it",
+        "step() was called without a backward() since the previous step, and `.grad` is not empty:"
+        " the gradient of an earlier step is still in it",
     ),
     ALL_RESET,
     Rule[E](
@@ -1003,6 +1006,12 @@ _WHOLE = _in_order(
         "reset-inside-window",
         _is_written_over,
         "results of `torch.autograd.grad` are written over",
+    ),
+    Rule[E](
+        "left out",
+        "dropped-micro-batch",
+        _is_left_out,
+        "some results of `torch.autograd.grad` are not in the gradient that is put together from them",
     ),
     Rule[E](
         "torn",

@@ -27,6 +27,7 @@ from gradcheck_suite.auditing.modes import Apart
 from gradcheck_suite.auditing.places import in_trace
 from gradcheck_suite.auditing.samples import Raw, is_on_device, read
 from gradcheck_suite.auditing.vectors import Vector
+from gradcheck_suite.run.functions import is_of_program
 
 COARSE = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """The unit roundoff of the dtypes in which a loss's factors are rounded noticeably."""
@@ -313,6 +314,13 @@ def _line_of(node: Any) -> str | None:
     return in_trace(node.metadata.get("traceback_", ()))
 
 
+def _line_of_number(node: Any) -> str | None:
+    """Return the user's line that multiplies or divides; None where a library does it, as a trainer
+    whose call is no line to change.
+    """
+    return in_trace(node.metadata.get("traceback_", ()), through_libraries=False)
+
+
 def _by(name: str, number: torch.Tensor | float) -> float:
     """Return the factor that a product or a quotient with a number is."""
     by = float(number)
@@ -493,6 +501,22 @@ def _copied(number: torch.Tensor) -> Raw:
     return number.detach().reshape(1).to(torch.float64, copy=True)
 
 
+def _declared(count: float | torch.Tensor, reduction: str, above: Numbers) -> _Found:
+    """Return a term of which the program has declared what it counts."""
+    counts: dict[str, Any] = {"counted": count}
+    return _Found(Term(("declared",), counts=counts, mean=reduction == "mean"), above=above)
+
+
+def _why_no_multiple(node: Any, name: str, inputs: Sequence[Edge]) -> str | None:
+    """Return why a product or quotient is no multiple of one thing, None where it is."""
+    # without an input at all, the factors are functions of parameters alone
+    if len(inputs) != 1 and len(live(node)) > 1:
+        return "a product or quotient of two things that have gradients"
+    if name == "Div" and node.next_functions[0] not in inputs:
+        return "one over something that has a gradient"
+    return None
+
+
 PendingTerm = _Found
 """A term whose numbers may still lie on a device."""
 
@@ -623,26 +647,19 @@ class Reader:
                 return None
             self._visited.add((node, index))
             if (declared := node.metadata.get(DECLARED)) is not None:
-                count, reduction = declared
-                term = Term(("declared",), counts={"counted": count}, mean=reduction == "mean")
-                return self._add(_Found(term, above=above), node, index)
+                return self._add(_declared(declared[0], declared[1], above), node, index)
             name = kind(node)
             inputs = live(node)
             if name == "_DDPSink":
                 inputs = _same(node, index, inputs)
             row = NODES.get(name, UNKNOWN)
-            if name in ("Div", "Mul") and len(inputs) > 1:
-                # a factor that is a function of parameters alone is the same for the whole window
-                inputs = [edge for edge in inputs if not _of_parameters(edge)]
-                if len(inputs) != 1:
-                    return self._opaque(
-                        node,
-                        index,
-                        above,
-                        "a product or quotient of two things that have gradients",
-                    )
-            if name == "Div" and node.next_functions[0] not in inputs:
-                return self._opaque(node, index, above, "one over something that has a gradient")
+            if name in ("Div", "Mul"):
+                if len(inputs) > 1:
+                    # a factor that is a function of parameters alone is the same for the whole
+                    # window
+                    inputs = [edge for edge in inputs if not _of_parameters(edge)]
+                if (why := _why_no_multiple(node, name, inputs)) is not None:
+                    return self._opaque(node, index, above, why)
             if row.scalar != OPAQUE and len(inputs) > 1 and name not in PRODUCTS:
                 for edge in inputs:
                     (self._scalar if elements(*edge) == 1 else self._vector)(*edge, above)
@@ -657,7 +674,7 @@ class Reader:
             if not one:
                 break
             if name in ("Div", "Mul") and (number := _number(node)) is not None:
-                above = *above, Number(name, number, _line_of(node))
+                above = *above, Number(name, number, _line_of_number(node))
             node, index = inputs[0]
         return self._end(node, index, above, name, inputs)
 
@@ -961,7 +978,7 @@ def outside_of_calls(nodes: Iterable[Any]) -> Outside:
         if isinstance(node, BackwardCFunction):
             kinds.add(vars(type(node))["_forward_cls"])
         stack += [below for below, _ in node.next_functions]
-    own = frozenset(kind for kind in kinds if not kind.__module__.startswith("torch."))
+    own = frozenset(filter(is_of_program, kinds))
     return Outside(leaves, own, bool(kinds))
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from gradcheck_suite.auditing import weights as reading_weights
+from gradcheck_suite.auditing.events import PassRecord
 from gradcheck_suite.auditing.places import Place
 from gradcheck_suite.auditing.replay import Seen, Source, StepWindow, near
 from gradcheck_suite.auditing.rules import Change, Rule, Sighting, StepFault, decide
@@ -381,19 +382,7 @@ def _note_unknown(
                 partial.add(Unknown("weights", str(record.place), PARTIAL, name="joined-items"))
     if one.length > 1:
         result.unknown.update(unreadable | partial)
-        whole = {key for record in records.values() for key in record.whole if key in window.keys}
-        places = [
-            term.partial[1] for record in records.values() for term in record.terms if term.partial
-        ]
-        if whole and len(set(places)) == one.length:
-            names = ", ".join(sorted(str(name_of(key)) for key in whole))
-            said = (
-                f"outside of the cached items, the gradient of {names} arrives"
-                f" from each of the {one.length} passes over the same items: it is {one.length}"
-                " times too large"
-            )
-            remedy = f"divide it by {one.length} before the step"
-            result.notes[finding("repeated-outside-cache", said, one.window.where, remedy)] += 1
+        result.notes.update(_repeated_outside(one, [*records.values()], name_of))
     reason = "the number of terms differs between micro-batches"
     uneven = [
         Unknown("weights", str(one.place), reason, DECLARE, name="uneven-terms")
@@ -402,6 +391,27 @@ def _note_unknown(
     ]
     result.unknown.update(uneven)
     return bool(unreadable or uneven), bool(partial)
+
+
+def _repeated_outside(
+    one: Pending, records: Sequence[PassRecord], name_of: Callable[[int], str | None]
+) -> Iterator[Found]:
+    """Yield that parameters outside of cached items get a gradient from each pass over the same
+    items.
+    """
+    whole = set[int]().union(*(record.whole for record in records)) & {*one.window.keys}
+    places = set[object]()
+    for record in records:
+        places |= {term.partial[1] for term in record.terms if term.partial}
+    if not whole or len(places) != one.length:
+        return
+    names = ", ".join(sorted(str(name_of(key)) for key in whole))
+    said = (
+        f"outside of the cached items, the gradient of {names} arrives from each of the"
+        f" {one.length} passes over the same items: it is {one.length} times too large"
+    )
+    remedy = f"divide it by {one.length} before the step"
+    yield finding("repeated-outside-cache", said, one.window.where, remedy)
 
 
 def _uses(one: Pending, found: Sequence[Objective]) -> Iterator[Use]:
@@ -516,7 +526,7 @@ def _of_weights(fault: StepFault, use: Use, rows: tuple[Weight, ...]) -> Violati
     return replace(found, loss=loss) if change else replace(found, where=loss)
 
 
-OF_OTHER_LINES = frozenset({"loss-scale", "growing", "begun-anew", "varying"})
+OF_OTHER_LINES = frozenset({"loss-scale", "growing", "begun-anew", "varying", "long-window"})
 """Causes of a wrong weight that are at no division of a loss."""
 
 
@@ -648,5 +658,12 @@ def _of_scale(scale: Scale) -> Violation:
             "; the gradient of micro-batches that belong to the window before is still in it"
         )
     rows = _rows(use.objective, use.count, scale.expected / total)
+    if scale.cause == "running" and use.taken_out == 1.0:
+        # the weights are those of the losses, and what divides is in `.grad` alone
+        factor = use.window.factor or 1.0
+        rows = tuple(
+            replace(row, observed=row.observed * factor, expected=row.expected * factor)
+            for row in rows
+        )
     fault = StepFault(scale.name, sentence, causes=(scale.cause,) if scale.cause else ())
     return _of_weights(fault, use, rows)

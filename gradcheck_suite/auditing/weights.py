@@ -305,29 +305,55 @@ def _merged(mode: str, terms: Sequence[Term]) -> list[Term]:
     """Return the terms of one backward in one reading, or none where it does not apply."""
     if mode == EACH or (len(terms) == 1 and mode != BATCH):
         return list(terms)
+    merge = {CHUNKS: _as_chunks, BLEND: _as_blend, BATCH: _as_batch}[mode]
+    merged = merge(_plain(terms), terms)
+    return [] if merged is None else [merged]
+
+
+def _weights_of(terms: Sequence[Term]) -> list[float]:
+    return [term.weight or 0.0 for term in terms]
+
+
+def _mass(terms: Sequence[Term]) -> float:
+    """Return the weight of all items together."""
+    own = terms[0].own
+    return sum((term.weight or 0.0) * term.counts.get(own, 0.0) for term in terms)
+
+
+def _plain(terms: Sequence[Term]) -> Term:
+    """Return the first of several terms, without what only it has, with the mean of their factors."""
     first = terms[0]
-    weights = [term.weight or 0.0 for term in terms]
-    shares = [
-        weight * term.counts.get(first.own, 0.0)
-        for weight, term in zip(weights, terms, strict=True)
-    ]
-    total = sum(shares)
-    with_factors = sum(share * term.factor for share, term in zip(shares, terms, strict=True))
-    factor = with_factors / total if total else 1.0
-    plain = replace(
-        first, deeper=(), item=None, factor=factor, hides=any(term.hides for term in terms)
-    )
-    if mode == CHUNKS:
-        counts = {name: sum(term.counts.get(name, 0.0) for term in terms) for name in first.counts}
-        items = [term.item for term in terms if term.item is not None]
-        if len(items) == len(terms) and spread([weight for weight, _ in items]) <= 1e-6:
-            plain = replace(plain, item=(items[0][0], sum(number for _, number in items)))
-        return [replace(plain, counts=counts)] if spread(weights) <= 1e-6 else []
-    if mode == BLEND:
-        same = all(term.counts == first.counts for term in terms)
-        return [replace(plain, weight=sum(weights))] if same else []
-    number = sum(term.counts.get(first.own, 0.0) for term in terms)
-    return [replace(plain, weight=total / number, counts={first.own: number})] if number else []
+    total = _mass(terms)
+    scaled = [replace(term, weight=(term.weight or 0.0) * term.factor) for term in terms]
+    factor = _mass(scaled) / total if total else 1.0
+    hides = any(term.hides for term in terms)
+    return replace(first, deeper=(), item=None, factor=factor, hides=hides)
+
+
+def _as_chunks(plain: Term, terms: Sequence[Term]) -> Term | None:
+    """Return chunks of one batch as one term."""
+    if spread(_weights_of(terms)) > 1e-6:
+        return None
+    items = [term.item for term in terms if term.item is not None]
+    if len(items) == len(terms) and spread([weight for weight, _ in items]) <= 1e-6:
+        plain = replace(plain, item=(items[0][0], sum(number for _, number in items)))
+    names = terms[0].counts
+    counts = {name: sum(term.counts.get(name, 0.0) for term in terms) for name in names}
+    return replace(plain, counts=counts)
+
+
+def _as_blend(plain: Term, terms: Sequence[Term]) -> Term | None:
+    """Return terms over the same items as one."""
+    if any(term.counts != terms[0].counts for term in terms):
+        return None
+    return replace(plain, weight=sum(_weights_of(terms)))
+
+
+def _as_batch(plain: Term, terms: Sequence[Term]) -> Term | None:
+    """Return chunks whose number varies as one term of their mean weight."""
+    own = terms[0].own
+    number = sum(term.counts.get(own, 0.0) for term in terms)
+    return replace(plain, weight=_mass(terms) / number, counts={own: number}) if number else None
 
 
 Key = tuple[Any, ...]
@@ -452,14 +478,26 @@ def objectives(
     for one in found:
         by_expression[one.key[1]].append(one)
     for expression, several in by_expression.items():
-        if len({one.place for one in several}) > 1 and all(one.parts for one in several):
-            parts = [part for one in several for part in one.parts]
-            place = min((one.place for one in several), key=str)
-            together = compare(parts, (place, expression, ACROSS_SITES, 0))
-            right = together.right() or (together.key in across_sites and together.status == EQUAL)
-            if right and len({part.source for part in parts}) == len(parts):
-                found = [one for one in found if one.key[1] != expression] + [together]
+        together = _together(several)
+        if together is None:
+            continue
+        is_known = together.key in across_sites and together.status == EQUAL
+        if together.right() or is_known:
+            found = [one for one in found if one.key[1] != expression] + [together]
     return found
+
+
+def _together(several: Sequence[Objective]) -> Objective | None:
+    """Return one expression at several places as one objective; None where it is no such one."""
+    if len({one.place for one in several}) < 2 or not all(one.parts for one in several):
+        return None
+    parts = list[Part]()
+    for one in several:
+        parts += one.parts
+    if len({part.source for part in parts}) != len(parts):
+        return None
+    place = min((one.place for one in several), key=str)
+    return compare(parts, (place, several[0].key[1], ACROSS_SITES, 0))
 
 
 def best_modes(readings: Sequence[Sequence[Reading]]) -> dict[Key, list[str]]:

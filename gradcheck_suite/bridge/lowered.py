@@ -102,7 +102,9 @@ def _run(node: fx.Node, function: Callable[..., Any], values: dict[str, Any]) ->
     except RandomnessError as error:
         raise RandomnessError(random_message(str(error), node)) from None
     except (BridgeError, jax.errors.JAXTypeError, jax.errors.JAXIndexError):
-        raise  # JAX's: a Python decision on a traced value; the caller runs the program without jit instead
+        # JAX's are of a decision of Python on a traced value: the caller runs the program without
+        # jit instead
+        raise
     except Exception as error:
         raise WrongLowering(
             f"the lowering of {node.target}{source_line(node)} failed: {type(error).__name__}:"
@@ -119,7 +121,9 @@ def _check_shape_and_dtype(node: fx.Node, out: Any) -> None:
         return
     dtype = jax_dtype(expected.dtype)
     shape = tuple(expected.shape)
+    # a length that depends on values is a symbol of torch
     known = all(isinstance(n, int) for n in shape)
+    # a weakly typed array takes the dtype of what it meets next, where torch's would decide
     weak = getattr(out, "weak_type", False)
     if (
         getattr(out, "dtype", None) != dtype
@@ -189,6 +193,7 @@ class Lowered:
                     program.constants if spec.target in program.constants else program.state_dict
                 )
                 self._constants[name] = to_array(stored[spec.target])
+            # a token orders calls that have effects; it has no value
             elif spec.kind is InputKind.TOKEN:
                 self._constants[name] = to_array(torch.zeros(0))
             else:

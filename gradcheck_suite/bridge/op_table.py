@@ -21,6 +21,7 @@ import torch
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from gradcheck_suite.core.comparison import dtype_name
 from gradcheck_suite.errors import UsageError
 
 
@@ -132,6 +133,7 @@ def table() -> dict[str, str]:
     }
 
 
+# torch's integers are int64, of which JAX makes int32 without this
 jax.config.update("jax_enable_x64", True)
 
 Array = jax.Array
@@ -150,7 +152,7 @@ def default_float_is(dtype: torch.dtype) -> Iterator[None]:
 
 def jax_dtype(dtype: torch.dtype) -> Any:
     """Return the JAX dtype of a torch dtype."""
-    return jnp.dtype(getattr(jnp, str(dtype).removeprefix("torch.")))
+    return jnp.dtype(getattr(jnp, dtype_name(dtype)))
 
 
 def default_float() -> Any:
@@ -178,6 +180,7 @@ def is_inexact(x: Any) -> bool:
 
 
 def _number_dtype(number: Any) -> Any:
+    # a float of Python is no float64 in torch: it has the default dtype
     if isinstance(number, bool):
         return jnp.dtype(jnp.bool_)
     if isinstance(number, int):
@@ -257,13 +260,18 @@ def absolute(x: Array) -> Array:
     if is_float(x):
         return x * lax.stop_gradient(jnp.sign(x))
     zero = x == 0
+    # JAX multiplies the derivative of the branch that is not taken by 0, and 0 times infinity is
+    # NaN: the inner `where` keeps it finite
+    # (https://docs.jax.dev/en/latest/faq.html#gradients-contain-nan-where-using-where)
     return jnp.where(zero, 0, jnp.abs(jnp.where(zero, 1, x))) if is_complex(x) else jnp.abs(x)
 
 
 def to_array(tensor: torch.Tensor) -> Array:
     """Return a copy of a torch tensor's values as a JAX array of the same dtype."""
+    # a conjugate or a negative may be a bit of the view, which numpy does not know
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
     # `jnp.array` would compile a copy for every shape
+    # numpy has no bfloat16 of its own, so torch hands none over
     if tensor.dtype is torch.bfloat16:
         return jax.device_put(tensor.to(torch.float32).numpy().astype(jnp.bfloat16))
     return jax.device_put(np.array(tensor.numpy(force=True)))

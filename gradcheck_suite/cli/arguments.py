@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from gradcheck_suite.core.case import DEVICES
 from gradcheck_suite.core.formats import FORMATS, Accepted
 from gradcheck_suite.core.options import (
     ACCEPTED,
@@ -229,7 +228,7 @@ class OutputOptions(Options):
         "text",
         values_of(FORMATS),
         "write a machine-readable document to standard output, and everything else to standard"
-        " error: json (as --json), github (annotations), sarif (2.1.0)",
+        f" error: {', '.join(f'{name} ({what})' for name, what in FORMATS.items() if what)}",
         "--output-format",
         metavar="FORMAT",
     )
@@ -406,18 +405,6 @@ def add_number(
 def add_quiet(parser: Parser, help: str) -> None:
     """Add `-q`, `--quiet` to a command that has no `OutputOptions`."""
     parser.add_argument("-q", "--quiet", action="store_true", help=help)
-
-
-def add_rows(parser: Parser) -> None:
-    """Add `--device`, `--json` and `--reports` of a command that computes rows by torch and by JAX."""
-    parser.add_argument(
-        "--device",
-        type=one_of(DEVICES),
-        default="cpu",
-        help="where torch computes (default %(default)s)",
-    )
-    add_json(parser, "the rows")
-    add_reports(parser, "the rows are recorded in DIR/records")
 
 
 # The paths that a command writes to, refused before its work starts where they cannot be written.

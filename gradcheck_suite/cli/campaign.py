@@ -263,6 +263,7 @@ def _moved_by_zeros(parts: Iterable[Json]) -> Json | None:
 
 def _violation(part: Json, before: Iterable[Json]) -> Json:
     """Return a shard's violation, found after the cases of the shards before it, too."""
+    # a fault of a probe is found before any case is drawn
     violation: Json = part["violation"]
     if violation["found_after"] is None:
         return violation

@@ -110,12 +110,14 @@ class Output(AbstractContextManager["Output"]):
         with suppress(OSError, ValueError):
             sys.stdout.flush()
         with suppress(OSError):  # it was closed before the start
+            # replacing `sys.stdout` would not reach C code and child processes
             self._kept = os.dup(1)
             os.dup2(2, 1)
         try:
             own = sys.stdout.fileno() == 1
         except (OSError, ValueError):
             own = False
+        # a notebook and pytest put an object without the file 1 there
         if not own:
             sys.stdout = sys.stderr
 

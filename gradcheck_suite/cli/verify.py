@@ -472,9 +472,8 @@ def _verify(
         if results or done.interrupted:
             output.deliver(PROGRAM, results, about, done.page, stale)
     violated = bool(stale) or any(result.violations for result in results)
-    unjudged = [f"{result.loop}: {result.unjudged}" for result in results if result.unjudged]
-    if unjudged and not violated and not done.interrupted:
-        raise UsageError(unjudged[0])
+    if not violated and not done.interrupted:
+        _expect_judged(results)
     if not quiet:
         examples = options.of(subjects[0].loop).examples
         say([summary(results, len(subjects), interrupted=done.interrupted, examples=examples)])
@@ -483,6 +482,12 @@ def _verify(
         findings=any(result.findings for result in results),
         interrupted=done.interrupted,
     )
+
+
+def _expect_judged(results: Sequence[Result]) -> None:
+    unjudged = [f"{result.loop}: {result.unjudged}" for result in results if result.unjudged]
+    if unjudged:
+        raise UsageError(unjudged[0])
 
 
 @dataclass

@@ -314,6 +314,7 @@ class Plan:
         left = self.ranks or (len(self.micro_batches),)
         start = 0
         parts: list[tuple[range, ...]] = []
+        # a rank that has run out leaves the last windows to the others
         while any(left):
             ends = tuple(accumulate((min(n, k) for n in left), initial=start))
             parts.append(tuple(map(range, ends, ends[1:])))

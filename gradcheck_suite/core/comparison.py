@@ -189,7 +189,15 @@ class Comparison:
 
 
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+"""Name of a dtype -> the largest relative error of rounding to it."""
 SMALLEST = {"float64": 2.0**-1074, "float32": 2.0**-149, "bfloat16": 2.0**-133, "float16": 2.0**-24}
+"""Name of a dtype -> its smallest positive number."""
+
+
+def dtype_name(dtype: object) -> str:
+    """Return the name of a dtype of torch, such as `bfloat16`: that of numpy's and JAX's."""
+    return str(dtype).removeprefix("torch.")
+
 
 FALSE_ALARM = 1e-9
 """The probability that one element of a correct gradient exceeds a probabilistic bound. A campaign of 100,000 checks

@@ -99,6 +99,7 @@ _ROWS = (
         "means are weighted by something other than their counts, such as items or rounded counts",
         "divide each summed loss by the window's count, or weight each mean by its own count"
         " over it",
+        causes={"running": Remedy("begin to count anew after each step")},
     ),
     _gradient(
         "wrong-scale",
@@ -116,6 +117,9 @@ _ROWS = (
             "short-window": Remedy(
                 "divide a short window by its own number or count, not by that of a whole one"
             ),
+            "long-window": Remedy(
+                "step and reset after each whole window: look at what decides when to step"
+            ),
             "ranks": Remedy(
                 "divide each rank's summed loss by the count of all ranks; where gradients are"
                 " averaged over ranks (DistributedDataParallel, fully_shard), multiply it by the"
@@ -130,6 +134,11 @@ _ROWS = (
                 " parameters has added the gradients up over the devices, and `pmean` after it"
                 " changes nothing: take the `pmean` of the loss inside of the differentiated"
                 " function, or divide by the number of devices"
+            ),
+            "summed-loss": Remedy(
+                "without `check_vma`, and under `pmap`, JAX multiplies the gradient of a loss that"
+                " is a `psum` by the number of devices: average the gradients with `pmean`, or leave"
+                " the `psum` out of the differentiated function"
             ),
             "one-rank": Remedy(
                 "look for what a rank does to its losses or gradients before they are added up"

@@ -240,7 +240,7 @@ _ROWS = (
     # a run of JAX
     _note(
         "mapped-copies",
-        "of the gradients under a `vmap`, the first copy was judged",
+        "of the gradients of several copies, as of a `vmap`, the first ones were judged",
     ),
     _finding(
         "dependent-items",
@@ -264,7 +264,7 @@ _ROWS = (
         "no parameter that backward reached is in an optimizer that steps",
         "look for a model that was copied, moved or replaced after the optimizer was made",
     ),
-    _reason("no-pass", "nothing went backward since the last step", severity="note"),
+    _reason("no-pass", "a step without a backward since the previous one", severity="note"),
     _reason("gradients-taken-away", "all gradients were taken away before a step"),
     _reason(
         "counted-tail",
@@ -311,11 +311,6 @@ _ROWS = (
 )
 FINDINGS = {row.name: row for row in _ROWS}
 """Findings and reasons by name, in the order of the documents."""
-
-
-def is_known(name: str) -> bool:
-    """Return whether a fault, a finding or a reason has this name."""
-    return name in FINDINGS or name in FAULTS
 
 
 @dataclass(frozen=True)

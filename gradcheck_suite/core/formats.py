@@ -18,7 +18,8 @@ from urllib.parse import quote
 from gradcheck_suite.core.faults import FAULTS
 from gradcheck_suite.core.findings import FINDINGS, Row
 
-FORMATS = ("text", "json", "github", "sarif")
+FORMATS = {"text": "", "json": "as --json", "github": "annotations", "sarif": "2.1.0"}
+"""Format -> what it is, for the help of the commands. `rendered` prints them."""
 _AT = re.compile(r"(?P<file>[^\s:][^:]*):(?P<line>\d+)(?=: |$)")
 
 

@@ -47,6 +47,7 @@ _SUITE = _folder("gradcheck_suite")
 _TORCH = _folder("torch")
 _PACKAGES = _folders("purelib", "platlib")
 _PYTHON = _folders("stdlib", "platstdlib")
+# by the folder's name alone: importing JAX to ask where it is takes seconds
 _FRAMEWORK = re.compile(
     r"[/\\](site|dist)-packages[/\\](jax|jaxlib|flax|equinox|optax|numpy|chex)[/\\]"
 )

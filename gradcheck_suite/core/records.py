@@ -119,6 +119,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
         if line.strip():
             try:
                 yield number, json.loads(line)
+            # a run that was killed leaves a part of a line, and nested brackets exhaust the stack
             except (ValueError, RecursionError):
                 yield number, None
 

@@ -906,6 +906,7 @@ def weight_lines(weights: Sequence[Weight]) -> list[str]:
 
 def _largest(weights: Iterable[Weight]) -> float:
     """Return the largest magnitude of a finite weight; 0 where there is none."""
+    # a weight of an infinite or missing gradient has no bar
     values = [weight.expected for weight in weights] + [weight.observed for weight in weights]
     return max((abs(value) for value in values if math.isfinite(value)), default=0.0)
 

@@ -197,8 +197,8 @@ def levels_of(expected: Array, observed: Array) -> int | None:
     if len(np.unique(np.abs(observed[observed != 0]))) < 2:
         return None
     # of two elements, one alone lies on a level by chance, the largest always does
-    few = np.count_nonzero(observed) < 3
-    for levels in LEVELS[FIRST_FINE:] if few else LEVELS:
+    tried = LEVELS[FIRST_FINE:] if np.count_nonzero(observed) < 3 else LEVELS
+    for levels in tried:
         steps = observed / largest * levels
         if (np.abs(steps - np.round(steps)) < 1e-9 * levels).all():
             return levels if (np.abs(observed - expected) <= largest / levels).all() else None
@@ -272,33 +272,39 @@ def diagnose_elements(
             or not.
         parameters: (P,): the values of the parameters, where they are known.
     """
-    wrong, right = wrong_and_right(comparison)
-    if wrong and (one := shifted(comparison)):
+    wrong, _ = wrong_and_right(comparison)
+    if not wrong:
+        return mixed(comparison, wrong)
+    if one := shifted(comparison):
         return one
-    faults = {
-        name: {one.name: one for one in _faults(comparison, name, by_weights.get(name))}
-        for name in wrong
-    }
-    for name, lost in projected(comparison, wrong, parameters).items():
-        faults[name]["projected-gradient"] = Diagnosis("projected-gradient", lost)
-    for found in faults.values() if some_unread else ():
-        if "no-gradient" in found:
+    faults: dict[str, dict[str, Diagnosis]] = {}
+    lost = projected(comparison, wrong, parameters)
+    for name in wrong:
+        found = {one.name: one for one in _faults(comparison, name, by_weights.get(name))}
+        if name in lost:
+            found["projected-gradient"] = Diagnosis("projected-gradient", lost[name])
+        if some_unread and "no-gradient" in found:
             text = "what the gradient holds are micro-batches whose own gradient is 0"
             found["dropped-micro-batch"] = Diagnosis("dropped-micro-batch", text)
-    common = (
-        [name for name in faults[wrong[0]] if all(name in found for found in faults.values())]
-        if wrong
-        else []
-    )
+        faults[name] = found
+    common = [fault for fault in faults[wrong[0]] if all(fault in of for of in faults.values())]
     if not common:
         return mixed(comparison, wrong)
     each = {name: any_of([found[fault] for fault in common]) for name, found in faults.items()}
-    where = where_wrong(comparison) if right else "" if len(wrong) == 1 else "in every parameter: "
+    return replace(any_of([*each.values()]), sentence=_of_each(comparison, each))
+
+
+def _of_each(comparison: Comparison, each: Mapping[str, Diagnosis]) -> str:
+    """Return what is wrong of each parameter, in one sentence where it is the same of all."""
+    wrong, right = wrong_and_right(comparison)
+    where = "" if len(wrong) == 1 else "in every parameter: "
+    if right:
+        where = where_wrong(comparison)
     sentence = each[wrong[0]].sentence
-    if any(one.sentence != sentence for one in each.values()):
-        more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        sentence = "; ".join(f"in {name}, {each[name].sentence}" for name in wrong[:3]) + more
-    return replace(any_of([*each.values()]), sentence=where + sentence)
+    if all(one.sentence == sentence for one in each.values()):
+        return where + sentence
+    more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    return where + "; ".join(f"in {name}, {each[name].sentence}" for name in wrong[:3]) + more
 
 
 def place_of_the_fault(comparison: Comparison) -> str:
@@ -327,12 +333,10 @@ def _faults(comparison: Comparison, name: str, weights: Diagnosis | None) -> Ite
     expected, observed, allowed, off = part_of(comparison, name)
     seen = np.abs(observed) > allowed
     there = np.abs(expected) > allowed
-    if not seen.any() and weights is not None and weights.name != "no-gradient":
-        yield weights
-        return
     if not seen.any():
         why = "it was reset before the step, never computed, or set to 0 because of its values"
-        yield Diagnosis("no-gradient", f"the gradient of {name} is 0: {why}")
+        nothing = Diagnosis("no-gradient", f"the gradient of {name} is 0: {why}")
+        yield nothing if weights is None or weights.name == "no-gradient" else weights
         return
     other = _other_parameter(comparison, name)
     if weights is not None and not (other and weights.name == "wrong-scale"):
@@ -347,21 +351,18 @@ def _faults(comparison: Comparison, name: str, weights: Diagnosis | None) -> Ite
         )
     if other:
         yield Diagnosis("misplaced-gradient", f"{name} has the gradient of {other}")
-    if weights is None and (levels := levels_of(expected, observed)):
+    if weights is not None:
+        return
+    is_placed = how is None and not other and bool((there & ~off).any())
+    if levels := levels_of(expected, observed):
         text = (
             f"all elements of the gradient of {name} are multiples of 1/{levels} of the largest:"
             " they are quantised"
         )
         yield Diagnosis("low-precision", text)
-    elif (
-        weights is None
-        and how is None
-        and not other
-        and (there & ~off).any()
-        and _is_part(expected, observed, allowed, off)
-    ):
+    elif is_placed and _is_part(expected, observed, allowed, off):
         yield Diagnosis("partial-gradient", _partial_text(name, expected, observed, allowed, off))
-    elif weights is None and (form := format_of(expected, observed)):
+    elif form := format_of(expected, observed):
         yield Diagnosis(
             "low-precision",
             f"the gradient of {name} has a relative error of"
@@ -573,7 +574,8 @@ def wrong_reduction(
 
     if any(map(is_seen, own)):
         return None
-    for name, what, combined in OPERATIONS if alike else ():
+    operations = OPERATIONS if alike else ()
+    for name, what, combined in operations:
         if is_seen(combined(own)):
             return Diagnosis(
                 "not-summed",
@@ -649,6 +651,12 @@ def untied(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
+def _found_in(rows: Sequence[Mapping[str, torch.Tensor | None]], name: str) -> list[Array]:
+    """Return the gradients of a parameter in the rows that have one."""
+    found = [row.get(name) for row in rows]
+    return [gradient.numpy() for gradient in found if gradient is not None]
+
+
 def _lost_use(window: Window, comparison: Comparison, tied: Sequence[Sequence[str]]) -> str | None:
     """Return the name as which parameters are used without a share in their gradients, or None."""
     instance = window.reference.instance
@@ -658,7 +666,7 @@ def _lost_use(window: Window, comparison: Comparison, tied: Sequence[Sequence[st
     lost: set[int] = set()
     for own in tied:
         _, observed, allowed, _ = part_of(comparison, own[0])
-        found = [[g.numpy() for row in rows if (g := row.get(name)) is not None] for name in own]
+        found = [_found_in(rows, name) for name in own]
         uses = [np.sum(parts, axis=0) / window.divisor for parts in found if parts]
         if len(uses) != 2:
             continue

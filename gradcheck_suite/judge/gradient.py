@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain
 
 import numpy as np
 
@@ -80,6 +82,71 @@ OF_OTHER_WINDOWS = frozenset(("stale-window", "other-window"))
 """Names that fit a number which is added to every element, too: on the probe, other windows' items have that weight."""
 
 
+@dataclass(frozen=True)
+class StepReading:
+    """The weights of a step on a probe.
+
+    Attributes:
+        run: the run on which they were read.
+        step: index of the step, whose weights are wrong and finite.
+    """
+
+    run: ProbeRun
+    step: int
+
+    @property
+    def probe(self) -> WeightProbe:
+        """The probe."""
+        return self.run.probe
+
+    @property
+    def items(self) -> Vector:
+        """(P,): the weight of each item."""
+        return self.run.steps[self.step]
+
+    @property
+    def window(self) -> int:
+        """The index of the window in its epoch."""
+        return self.step % len(self.probe.plan.windows)
+
+    @cached_property
+    def weights(self) -> Weights | None:
+        """The weights of the micro-batches; None where items of one have several."""
+        return self.run.weights(self.step)
+
+    @cached_property
+    def others(self) -> list[Weights]:
+        """The weights of the run's other steps."""
+        return self.run.others(self.step)
+
+    def with_table(self, found: Diagnosis) -> Diagnosis:
+        """Return a diagnosis with the weights that it rests on."""
+        if self.weights is None:
+            return found
+        return replace(found, weights=item_weights(self.probe, self.weights.observed, self.window))
+
+
+@dataclass(frozen=True)
+class Separation:
+    """What two probes say of a step's weights.
+
+    Attributes:
+        named: what the first one says; None where there are no weights of micro-batches.
+        found: the fault that explains both, or None.
+        elsewhere: the weights of the second one, where it took all its steps.
+    """
+
+    named: Diagnosis | None = None
+    found: Diagnosis | None = None
+    elsewhere: list[Weights] = field(default_factory=list)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the first probe shows a fault that is no factor."""
+        named = self.named
+        return named is not None and not names_nothing(named) and "wrong-scale" not in named.names
+
+
 def explain_weights(run: ProbeRun, step: int, runner: LoopRunner) -> Diagnosis:
     """Name the fault of the weights of a step, by at most two further runs of the loop.
 
@@ -91,69 +158,85 @@ def explain_weights(run: ProbeRun, step: int, runner: LoopRunner) -> Diagnosis:
         step: index of the step, whose weights are wrong and finite.
         runner: runs the loop again.
     """
-    probe = run.probe
-    items = run.steps[step]
-    window = step % len(run.probe.plan.windows)
-    weights = run.weights(step)
-    others = run.others(step)
-    table = () if weights is None else item_weights(probe, weights.observed, window)
-    separated = None
-    elsewhere = list[Weights]()
-    projected = _lost_part(probe, items, window)
-    if projected and (items.any() or weights is None):
+    read = StepReading(run, step)
+    projected = _lost_part(read.probe, read.items, read.window)
+    if projected and (read.items.any() or read.weights is None):
         return projected
-    if weights is not None:
-        named = diagnose(weights, others)
-        # the last run tells either what separates known faults, or what the gradient's size does,
-        # which may be a factor
-        known = not names_nothing(named) and "wrong-scale" not in named.names
-        if known or runner.runs_left > 1:
-            separated, elsewhere = _separated(runner, run, weights, others)
-            if separated and separated.names & OF_OTHER_WINDOWS:
-                # the small loss tells other windows from a number that is added, by a fourth run if
-                # need be
-                runner.runs_left = max(runner.runs_left, 1)
-            elif separated:
-                return replace(separated, weights=table)
-        if projected and not separated:
-            # items that weigh the same leave nothing of a gradient without its mean, and other
-            # items something
-            return any_of([named, projected])
-        if known and not runner.runs_left:
-            return replace(named, weights=table)
-    recorded, outcome = run_recorded(runner, probe.instance(scale=SMALL_SCALE))
+    separation = _separated(runner, read)
+    if found := _without_a_small_loss(read, separation, projected, runner):
+        return found
+    recorded, outcome = run_recorded(runner, read.probe.instance(scale=SMALL_SCALE))
     if outcome is None or step >= len(outcome.observations):
-        return separated or not_linear(
+        return separation.found or not_linear(
             "on the weight probe the items' weights are wrong, and the loop stops if the loss is"
             " small"
         )
     small_step = gradients_of_steps(outcome)[step]
-    if not is_linear(items, small_step, probe.tolerance):
-        right = probe.right_weights(window)
-        values = _parameters_of(probe)
-        found = diagnose_sizes(
-            Sizes(right, items, small_step, parameters=values, tolerance=probe.tolerance)
-        )
-        if found is None or found.name == "added-term":
-            # a power of the loss adds a term as well
-            found = _by_loss(probe, recorded, step, items, small_step) or found or separated
-        return found or not_linear(
-            f"{SIZE_DEPENDENT} the gradient's size (clipping, normalizing) or on chance (noise)"
-        )
-    if separated:
-        return replace(separated, weights=table)
+    if not is_linear(read.items, small_step, read.probe.tolerance):
+        return _of_sizes(read, separation, recorded, small_step)
+    if separation.found:
+        return read.with_table(separation.found)
     if found := explain_inputs(recorded, small_step, step):
         return found
-    if weights is None:
-        found = _means_of_parts(run, runner) or _shifted_items(probe, items, window)
-        return found or Diagnosis("unequal-items", run.unequal_text(step))
-    # the gradient is proportional to the loss, so an unexplained factor is a `wrong-scale` all the
-    # same
-    both = diagnose(weights, [*others, *elsewhere])
-    if names_nothing(both) and not elsewhere:
-        return replace(diagnose(weights) if names_nothing(named) else named, weights=table)
+    return _of_factors(read, separation, runner)
+
+
+def _without_a_small_loss(
+    read: StepReading, separation: Separation, projected: Diagnosis | None, runner: LoopRunner
+) -> Diagnosis | None:
+    """Return the diagnosis that two probes give, or None where a run with a small loss must tell."""
+    if separation.named is None:
+        return None
+    separated = separation.found
+    if separated and separated.names & OF_OTHER_WINDOWS:
+        # the small loss tells other windows from a number that is added, by a fourth run if need be
+        runner.runs_left = max(runner.runs_left, 1)
+    elif separated:
+        return read.with_table(separated)
+    if projected and not separated:
+        # items that weigh the same leave nothing of a gradient without its mean, and other items
+        # something
+        return any_of([separation.named, projected])
+    if separation.is_known and not runner.runs_left:
+        return read.with_table(separation.named)
+    return None
+
+
+def _of_sizes(
+    read: StepReading, separation: Separation, recorded: RecordedLosses, small_step: Vector
+) -> Diagnosis:
+    """Name the fault of weights that do not grow with the loss."""
+    probe = read.probe
+    right = probe.right_weights(read.window)
+    values = _parameters_of(probe)
+    found = diagnose_sizes(
+        Sizes(right, read.items, small_step, parameters=values, tolerance=probe.tolerance)
+    )
+    if found is None or found.name == "added-term":
+        # a power of the loss adds a term as well
+        by_loss = _by_loss(probe, recorded, read.step, read.items, small_step)
+        found = by_loss or found or separation.found
+    return found or not_linear(
+        f"{SIZE_DEPENDENT} the gradient's size (clipping, normalizing) or on chance (noise)"
+    )
+
+
+def _of_factors(read: StepReading, separation: Separation, runner: LoopRunner) -> Diagnosis:
+    """Name the fault of a gradient that is proportional to the loss, and of the right inputs.
+
+    An unexplained factor is a `wrong-scale` all the same.
+    """
+    named = separation.named
+    if read.weights is None or named is None:
+        found = _means_of_parts(read.run, runner)
+        found = found or _shifted_items(read.probe, read.items, read.window)
+        return found or Diagnosis("unequal-items", read.run.unequal_text(read.step))
+    both = diagnose(read.weights, [*read.others, *separation.elsewhere])
+    if names_nothing(both) and not separation.elsewhere:
+        alone = diagnose(read.weights) if names_nothing(named) else named
+        return read.with_table(alone)
     # a name of the first run alone is refuted by the other one
-    return replace(both, weights=table)
+    return read.with_table(both)
 
 
 MOST_PARTS = 8
@@ -223,8 +306,8 @@ def _by_loss(
     sent = recorded.sent(step)
     if [*map(len, sent)] != [*map(len, of_ranks)]:
         return None
-    members = [j for own in of_ranks for j in own]
-    calls = [call for own in sent for call in own]
+    members = list(chain.from_iterable(of_ranks))
+    calls = list(chain.from_iterable(sent))
     handed = np.zeros(len(small_step))
     plain = small_step / SMALL_SCALE
     right = probe.right_weights(step % len(probe.plan.windows))
@@ -237,6 +320,8 @@ def _by_loss(
     for j, call in zip(members, calls, strict=True):
         assert call.cotangent is not None
         share = probe.counts[j] if probe.reduction == "mean" else 1.0
+        if not share:
+            continue  # without valid targets, nothing is handed to its items
         handed[probe.plan.items(j).start : probe.plan.items(j).stop] = (
             SMALL_SCALE * float(call.cotangent) / share
         )
@@ -285,29 +370,34 @@ def _parameters_of(probe: WeightProbe) -> Vector:
     return values
 
 
-def _separated(
-    runner: LoopRunner, run: ProbeRun, weights: Weights, others: list[Weights]
-) -> tuple[Diagnosis | None, list[Weights]]:
-    """Return the fault that explains this run and one on the separating probe, with a small loss,
-    or None.
+def _separated(runner: LoopRunner, read: StepReading) -> Separation:
+    """Return the fault that explains a run and one on the separating probe, with a small loss.
 
-    The weights of the other run come with it, where it took all its steps.
+    The second run is made where one is left beside that with a small loss, or where it is all that
+    can tell: it shows either what separates known faults, or what the gradient's size does, which
+    may be a factor.
     """
-    separating = separating_probe(run.probe, runner.assumes).observed(runner, scale=SMALL_SCALE)
-    if separating is None or not np.isfinite(separating.steps).all():
-        return None, []
-    miscounted = len(separating.steps) != separating.probe.plan.steps
-    other = _whole_windows(separating) if miscounted else separating.all_weights
-    named = None
+    if read.weights is None:
+        return Separation()
+    first = Separation(diagnose(read.weights, read.others))
+    if not first.is_known and runner.runs_left <= 1:
+        return first
+    separating = separating_probe(read.probe, runner.assumes)
+    second = separating.observed(runner, scale=SMALL_SCALE)
+    if second is None or not np.isfinite(second.steps).all():
+        return first
+    miscounted = len(second.steps) != separating.plan.steps
+    other = _whole_windows(second) if miscounted else second.all_weights
+    found = None
     if not all(w.is_right for w in other):
-        named = diagnose(weights, [*others, *other], known_only=True)
-    if named is not None and not names_nothing(named):
-        return named, []
-    if miscounted:
-        own = run_of(run.probe.plan, run.steps)
-        # steps that hold what they should have wrong weights for another reason
-        return None if own.held == own.right else _by_steps(separating), []
-    return None, other
+        found = diagnose(read.weights, [*read.others, *other], known_only=True)
+    if found is not None and not names_nothing(found):
+        return replace(first, found=found)
+    if not miscounted:
+        return replace(first, elsewhere=other)
+    own = run_of(read.probe.plan, read.run.steps)
+    # steps that hold what they should have wrong weights for another reason
+    return first if own.held == own.right else replace(first, found=_by_steps(second))
 
 
 def _whole_windows(run: ProbeRun) -> list[Weights]:
@@ -446,7 +536,7 @@ def _size_fault(e: Evidence, expected: Sequence[Vector], seen: Vector) -> Diagno
             j for j in plan.windows[window] if not np.isfinite(right[list(plan.items(j))]).all()
         ]
         return diagnose_non_finite(
-            right, seen, [i for j in poisoned for i in plan.items(j) if np.isfinite(right[i])]
+            right, seen, [i for i in chain(*map(plan.items, poisoned)) if np.isfinite(right[i])]
         )
     poison = [earlier for earlier in range(step) if not np.isfinite(expected[earlier]).all()]
     if poison and not np.isfinite(seen).all():

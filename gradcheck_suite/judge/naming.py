@@ -9,6 +9,7 @@ the sentence.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -17,6 +18,7 @@ from itertools import groupby
 import numpy as np
 import numpy.typing as npt
 
+from gradcheck_suite.core.comparison import UNIT_ROUNDOFF
 from gradcheck_suite.core.faults import FAULTS
 from gradcheck_suite.judge.weights import (
     Array,
@@ -32,7 +34,9 @@ from gradcheck_suite.judge.weights import (
 
 Holds = Callable[[Weights], bool]
 Text = Callable[[Weights, Steps], str]
-FORMATS = {"bfloat16": 8, "float16": 11, "float32": 24}
+FORMATS = {
+    name: round(-math.log2(UNIT_ROUNDOFF[name])) for name in ("bfloat16", "float16", "float32")
+}
 """Precision of the formats that weights may have been rounded to, in binary digits, the narrowest first."""
 MOST_DECIMALS = 6
 MOST_TIMES = 64
@@ -1118,7 +1122,8 @@ def diagnose(
     steps = [violated, *others]
     where = where or _alike(steps) or _where(violated, steps)
     wrong = [w for w in steps if not w.is_right]
-    for fault in _predicates(steps, wrong, known_only=known_only) if wrong else ():
+    faults = _predicates(steps, wrong, known_only=known_only) if wrong else ()
+    for fault in faults:
         if (
             fault.name in only
             and all(fault.holds(w) for w in wrong)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 
 import numpy as np
 import torch
@@ -243,7 +243,8 @@ def probes_of(instance: Instance) -> Iterator[WeightProbe]:
         return float(instance.count(items.__getitems__(indices)))
 
     counts = [count(list(cut)) for cut in plan.cuts]
-    empty = {i for j, counted in enumerate(counts) if not counted for i in plan.items(j)}
+    without = [plan.items(j) for j, counted in enumerate(counts) if not counted]
+    empty = set(chain.from_iterable(without))
     shares = {counted / n for counted, n in zip(counts, plan.micro_batches, strict=True) if counted}
     alike = reduction == "sum" or len(shares) == 1
     if not alike:
@@ -342,23 +343,18 @@ def separating_probe(probe: WeightProbe, assumes: Collection[str]) -> WeightProb
     k = max(3, probe.plan.accumulation_steps + 1)
     lengths = [k, k, k] if WHOLE_WINDOWS in assumes else [k, k, k, k - 1]
     equal = EQUAL_MICRO_BATCHES in assumes or EQUAL_BATCHES in assumes
-    shapes = (
-        UNEQUAL if not equal else EQUAL if EQUAL_BATCHES not in assumes else ((2,),) * len(lengths)
-    )
-    sizes = [
-        n
-        for shape, length in zip(shapes, lengths, strict=False)
-        for n in islice(cycle(shape), length)
-    ]
+    shapes: tuple[tuple[int, ...], ...] = EQUAL if equal else UNEQUAL
+    if EQUAL_BATCHES in assumes:
+        shapes = ((2,),) * len(lengths)
+    pairs = zip(shapes, lengths, strict=False)
+    sizes = chain.from_iterable(islice(cycle(shape), length) for shape, length in pairs)
     plan = Plan(tuple(sizes), k, 1 if ONE_EPOCH in assumes else max(2, probe.plan.epochs))
     plan = dealt_to_ranks(plan, probe.plan.world_size, assumes)
     if probe.count is None or equal:
         return WeightProbe(plan, probe.reduction, dtype=probe.dtype)
-    empty = (
-        {i for window in plan.windows for i in plan.items(window[1])}
-        if 0 in probe.counts
-        else set()
-    )
+    empty = set[int]()
+    if 0 in probe.counts:
+        empty.update(chain.from_iterable(plan.items(window[1]) for window in plan.windows))
     unit = 1.0 if all(float(n).is_integer() for n in probe.counts) else 0.375
 
     def count(items: list[int]) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 from unittest import mock
 
@@ -187,7 +188,7 @@ def explain_inputs(
         ]
         for members, calls in zip(of_ranks, recorded.sent(step), strict=False)
     ]
-    members = [j for own in of_ranks for j in own]
+    members = list(chain.from_iterable(of_ranks))
     for calls in _passes(sent, of_ranks):
         if not calls or not _gives(reference, calls, observed):
             continue
@@ -212,19 +213,19 @@ def _passes(
 
     All of them first.
     """
-    yield [call for calls in sent for call in calls]
+    yield list(chain.from_iterable(sent))
+    # how often each rank sent its part of the window, and how many losses are left over
     times = {divmod(len(c), len(m)) for c, m in zip(sent, of_ranks, strict=False) if m}
     if times - {(1, 0)}:
         # what an earlier pass over the window computed may have been cleared
-        last = [c[max(0, len(c) - len(m)) :] for c, m in zip(sent, of_ranks, strict=True)]
-        yield [call for calls in last for call in calls]
-    if len(times) == 1:
-        ((number, rest),) = times
-        if number > 1 and not rest:
-            # an earlier loss of each micro-batch may be of use for its inputs alone, as in
-            # adversarial training
-            strided = [calls[number - 1 :: number] for calls in sent]
-            yield [call for calls in strided for call in calls]
+        pairs = zip(sent, of_ranks, strict=True)
+        last = [calls[max(0, len(calls) - len(members)) :] for calls, members in pairs]
+        yield list(chain.from_iterable(last))
+    number, rest = next(iter(times), (0, 0))
+    if len(times) == 1 and number > 1 and not rest:
+        # an earlier loss of each micro-batch may be of use for its inputs alone, as in adversarial
+        # training
+        yield list(chain.from_iterable(calls[number - 1 :: number] for calls in sent))
 
 
 def _gives(reference: Reference, calls: Sequence[LossCall], observed: Vector) -> bool:
@@ -335,8 +336,8 @@ def _written_between(
     calls without that.
     """
     late = [call.late for call in calls if call.late is not None]
-    batch = dict.fromkeys(name for values in late for name in values.batch)
-    parameters = dict.fromkeys(name for values in late for name in values.parameters)
+    batch = dict.fromkeys(chain.from_iterable(values.batch for values in late))
+    parameters = dict.fromkeys(chain.from_iterable(values.parameters for values in late))
     kept = [replace(call, late=None) for call in calls]
     written_on = _on_ranks([call for call in calls if call.late is not None], calls)
     when = (
@@ -360,7 +361,7 @@ def _mode_text(calls: Sequence[LossCall]) -> str:
         if number == len(calls)
         else f"{number} of the window's {len(calls)} losses"
     )
-    names = list(dict.fromkeys(name for call in off for name in call))
+    names = list(dict.fromkeys(chain.from_iterable(off)))
     where = "" if "" in names else f" in {listed(names)}"
     is_off = [call for call, names in zip(calls, off, strict=True) if names]
     return (
@@ -408,26 +409,8 @@ def _split(
 
     Items whose count is 0 may be left out.
     """
-    owners: list[int] = []
-    due = [(j, i) for j in members for i in range(instance.case.plan.micro_batches[j])]
-    batches = {j: instance.batch(instance.case.plan.items(j)) for j in members}
-    at = 0
-
-    def part(j: int, first: int, items: int) -> Batch:
-        return map_leaves(lambda t: t[first : first + items], batches[j])
-
-    for call in calls:
-        given = dict(named_leaves(call.batch))
-        items = len(next(leaves(call.batch), ()))
-        while at < len(due) and not _equal(given, dict(named_leaves(part(*due[at], items)))):
-            if instance.count(part(*due[at], 1)):
-                return None
-            at += 1
-        if at == len(due) or not items:
-            return None
-        owners.append(due[at][0])
-        at += items
-    if len(set(owners)) == len(calls) or any(instance.count(part(*one, 1)) for one in due[at:]):
+    owners = _owners_of_parts(instance, members, calls)
+    if owners is None or len(set(owners)) == len(calls):
         return None
     weights = [float(call.cotangent) for call in calls if call.cotangent is not None]
     split = f"micro-batches are split, into {len(calls)} parts here, and the "
@@ -440,6 +423,36 @@ def _split(
         "mean-of-means",
         f"{split}means of a micro-batch's parts have one weight whatever they count",
     )
+
+
+def _owners_of_parts(
+    instance: Instance, members: Sequence[int], calls: Sequence[LossCall]
+) -> list[int] | None:
+    """Return the micro-batch of which each call has a part, in order.
+
+    None where some call has something else, or an item that counts is in no call.
+    """
+    plan = instance.case.plan
+    batches = {j: instance.batch(plan.items(j)) for j in members}
+    due = [(j, i) for j in members for i in range(plan.micro_batches[j])]
+
+    def part(j: int, first: int, items: int) -> Batch:
+        return map_leaves(lambda t: t[first : first + items], batches[j])
+
+    owners: list[int] = []
+    at = 0
+    for call in calls:
+        given = dict(named_leaves(call.batch))
+        items = len(next(leaves(call.batch), ()))
+        while at < len(due) and not _equal(given, dict(named_leaves(part(*due[at], items)))):
+            if instance.count(part(*due[at], 1)):
+                return None
+            at += 1
+        if at == len(due) or not items:
+            return None
+        owners.append(due[at][0])
+        at += items
+    return None if any(instance.count(part(*one, 1)) for one in due[at:]) else owners
 
 
 def _changed_text(

@@ -349,10 +349,11 @@ PREDICATES: tuple[tuple[str, Callable[[Sizes], str | None]], ...] = (
 def diagnose_sizes(sizes: Sizes) -> Diagnosis | None:
     """Name a fault that depends on the gradient's size, or None."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        return next(
-            (Diagnosis(name, sentence) for name, holds in PREDICATES if (sentence := holds(sizes))),
-            None,
-        )
+        for name, holds in PREDICATES:
+            sentence = holds(sizes)
+            if sentence:
+                return Diagnosis(name, sentence)
+        return None
 
 
 # A window whose right gradient is infinite or NaN in some elements.

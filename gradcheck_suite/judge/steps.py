@@ -72,7 +72,7 @@ class HeldSteps:
     @property
     def tail(self) -> frozenset[int]:
         """The micro-batches of an epoch's short windows."""
-        return frozenset(j for w in self.windows if w not in self.whole for j in w)
+        return frozenset().union(*(w for w in self.windows if w not in self.whole))
 
     @property
     def turns(self) -> Held:
@@ -457,32 +457,16 @@ def _explained(instance: Instance, outcome: Outcome, runner: LoopRunner, asked: 
         known = step_pattern(plan, outcome).name
         return Diagnosis(known, asked + (_never(outcome) if known == "never-stepped" else ""))
     if len(own.held) == plan.steps:
-        *_, counting = probes_of(instance)
-        if 0 in counting.counts:
-            # one run is made to tell whether micro-batches without valid targets are the cause,
-            # whatever is left
-            runner.runs_left = max(runner.runs_left, 1)
-            seen = _run_on(counting, runner)
-            if seen is not None and taken == len(seen.held) < plan.steps:
-                return Diagnosis(
-                    "dropped-window", asked + NO_STEP_IF_IGNORED, causes=("ignored-targets",)
-                )
+        if _drops_ignored(instance, taken, runner):
+            return Diagnosis(
+                "dropped-window", asked + NO_STEP_IF_IGNORED, causes=("ignored-targets",)
+            )
         return _by_values(instance, outcome, asked)
     if len(own.held) != taken:
         if _run_on(probe, runner) not in (own, None):
             return NOT_REPEATABLE
         asked += f"; on the weight probe, under the same plan, it takes {len(own.held)}"
-    separating = _run_on(separating_probe(probe, runner.assumes), runner)
-    right = (
-        separating
-        if separating is not None and len(separating.held) == separating.plan.steps
-        else None
-    )
-    runs = [own] if separating is None or separating is right else [own, separating]
-    # a name of a small plan alone may be a coincidence, unless its steps hold everything
-    tries = (runs, runs[-1:], [own] if _is_whole(own) else [])
-    unknown = Diagnosis("wrong-step-count", "")
-    found = next(filter(None, (named(some, own.plan, right) for some in tries if some)), unknown)
+    found = _named_by_two(own, _run_on(separating_probe(probe, runner.assumes), runner))
     name = found.name
     sentence = found.sentence
     if name == "never-stepped":
@@ -494,6 +478,36 @@ def _explained(instance: Instance, outcome: Outcome, runner: LoopRunner, asked: 
         sentence = f"{sentence}; or: steps are skipped because gradients overflow"
     details = f"; {shown(own)}" if own.held and len(own.held) == taken else ""
     return Diagnosis(name, asked + sentence + details, causes=found.causes)
+
+
+def _drops_ignored(instance: Instance, taken: int, runner: LoopRunner) -> bool:
+    """Whether the loop takes as few steps on a probe where micro-batches have no valid targets."""
+    *_, counting = probes_of(instance)
+    if 0 not in counting.counts:
+        return False
+    # one run is made to tell whether they are the cause, whatever is left
+    runner.runs_left = max(runner.runs_left, 1)
+    seen = _run_on(counting, runner)
+    return seen is not None and taken == len(seen.held) < instance.case.plan.steps
+
+
+def _named_by_two(own: HeldSteps, separating: HeldSteps | None) -> Diagnosis:
+    """Return the name of the steps under the loop's own plan and, if there is one, another plan."""
+    runs = [own]
+    right = None
+    if separating is not None and len(separating.held) == separating.plan.steps:
+        right = separating
+    elif separating is not None:
+        runs.append(separating)
+    # a name of a small plan alone may be a coincidence, unless its steps hold everything
+    tries = [runs, runs[-1:]]
+    if _is_whole(own):
+        tries.append([own])
+    for some in tries:
+        found = named(some, own.plan, right)
+        if found is not None:
+            return found
+    return Diagnosis("wrong-step-count", "")
 
 
 def _run_on(probe: WeightProbe, runner: LoopRunner) -> HeldSteps | None:

@@ -120,9 +120,11 @@ class Weights:
             or self.close(means, means[0])
         ):
             return 0.0
-        return next(
-            (one for one in ADDED if self.close(means := self._per_mean(one), means[0])), 0.0
-        )
+        for one in ADDED:
+            means = self._per_mean(one)
+            if self.close(means, means[0]):
+                return one
+        return 0.0
 
     @property
     def index(self) -> int | None:
@@ -288,13 +290,16 @@ def _in_common(wrong: Steps) -> str:
     """Return the size that all wrong micro-batches of several steps have and no right one, as a
     part of a sentence.
     """
-    sizes: dict[bool, set[int]] = {True: set(), False: set()}
-    for w in wrong if all(w.items for w in wrong) else ():
-        for j, ratio in zip(w.inside, w.ratio, strict=True):
-            sizes[w.close(ratio, 1.0)].add(w.items[j])
-    if len(wrong) < 2 or len(sizes[False]) != 1 or sizes[False] & sizes[True] or not sizes[True]:
+    if len(wrong) < 2 or not all(w.items for w in wrong):
         return ""
-    (size,) = sizes[False]
+    of_right = set[int]()
+    of_wrong = set[int]()
+    for w in wrong:
+        for j, ratio in zip(w.inside, w.ratio, strict=True):
+            (of_right if w.close(ratio, 1.0) else of_wrong).add(w.items[j])
+    if len(of_wrong) != 1 or of_wrong & of_right or not of_right:
+        return ""
+    (size,) = of_wrong
     return (
         f"; in {len(wrong)} wrong steps they all have {size} item{'s' if size > 1 else ''}, and no"
         " right one has"
@@ -308,45 +313,69 @@ def trial_weights(w: Weights) -> Iterator[Array]:
     """Yield (B,) weights of micro-batches that a known fault gives in a step, `w` being of that
     step.
     """
-    right = {i: _of_window(w, i) for i in range(len(w.windows))}
+    right = [_of_window(w, i) for i in range(len(w.windows))]
+    own = right[w.index or 0]
+    yield from _of_other_windows(w, right)
+    size = len(w.window)
+    numbers = (w.accumulation_steps, size, w.window_count, w.world_size)
+    for factor in {float(n) for n in numbers} - {1.0}:
+        yield own * factor
+        yield own / factor
+    yield -own
+    yield from _of_means(w, own)
+    yield from _of_ranks(w, own)
+    if size > 1:
+        for j in w.inside:
+            single = _only(own, j)
+            yield own + single
+            yield size * single
+
+
+def _only(weights: Array, micro_batch: int) -> Array:
+    """Return weights of which one micro-batch has its own, and all others 0."""
+    single = np.zeros_like(weights)
+    single[micro_batch] = weights[micro_batch]
+    return single
+
+
+def _of_other_windows(w: Weights, right: Sequence[Array]) -> Iterator[Array]:
+    """Yield another window's weights, or the own ones with what others left behind."""
     index = w.index or 0
     own = right[index]
-    for i, other in right.items():
+    for i, other in enumerate(right):
         if i != index:
             yield other
     # left over from the step before, from all before, or from the next
-    steps = [right[i] for _ in range(w.epoch) for i in right] + [right[i] for i in range(index)]
+    steps = [*right] * w.epoch + [*right[:index]]
     if steps:
         yield own + steps[-1]
         yield own + np.sum(steps, axis=0)
     yield own + right[(index + 1) % len(right)]
-    k = w.accumulation_steps
-    size = len(w.window)
-    for factor in {float(n) for n in (k, size, w.window_count, w.world_size)} - {1.0}:
-        yield own * factor
-        yield own / factor
-    yield -own
+
+
+def _of_means(w: Weights, own: Array) -> Iterator[Array]:
+    """Yield the weights of means that weigh alike, and those of one micro-batch or of all others."""
     counts = np.array([n or 1.0 for n in w.counts])
     means = np.where(own != 0, 1 / counts, 0.0)
-    for base in (own, *(share * means for share in {1.0, 1 / k, 1 / size})):
+    shares = {1.0, 1 / w.accumulation_steps, 1 / len(w.window)}
+    for base in (own, *(share * means for share in shares)):
         if base is not own:
             yield base
-        for j in w.inside if size > 1 else ():
-            single = np.zeros_like(base)
-            single[j] = base[j]
-            yield single
-            yield base - single
+        if len(w.window) > 1:
+            for j in w.inside:
+                single = _only(base, j)
+                yield single
+                yield base - single
+
+
+def _of_ranks(w: Weights, own: Array) -> Iterator[Array]:
+    """Yield the weights of one rank alone, and those of ranks that divide by their own counts."""
     for rank in set(w.owners):
         yield np.where(np.array(w.owners) == rank, own, 0.0)
     if w.owners and w.reduction == "mean":
         of_ranks = np.array([w.count_of_rank(rank) or 1.0 for rank in w.owners])
         yield np.where(own != 0, 1 / of_ranks, 0.0)
         yield np.where(own != 0, 1 / of_ranks, 0.0) / w.world_size
-    for j in w.inside if size > 1 else ():
-        single = np.zeros_like(own)
-        single[j] = own[j]
-        yield own + single
-        yield size * single
 
 
 def _of_window(w: Weights, window: int) -> Array:

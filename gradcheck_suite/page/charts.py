@@ -63,17 +63,6 @@ DARK = {
 """Text on each ground has a contrast of at least 4.5 to 1 in both palettes (WCAG 2.2, 1.4.3)."""
 SERIES = ("c1", "c3", "c4", "c5", "c6", "c2")
 """Colours of what is not a reset mode; colour-blind readers can distinguish them (after Okabe and Ito)."""
-MODES = {
-    "zero_": "zero",
-    "None": "none",
-    "set_to_none": "none",
-    "zero_grad": "c4",
-    "zero_grad_foreach": "c5",
-    "flat_buffer": "c3",
-    "grad_none": "c1",
-    "jax_scan_carry": "c6",
-}
-"""Reset mode -> its colour in every plot. No other series has the colours of `zero_` and None."""
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Liberation Sans', sans-serif"
 _VARIABLE = re.compile(r"var\(--([a-z0-9-]+)\)")
 
@@ -196,16 +185,6 @@ def colours(field: str, names: Mapping[str, str] | Sequence[str]) -> Spec:
         names = {series: SERIES[i % len(SERIES)] for i, series in enumerate(names)}
     scale = {"domain": list(names), "range": [colour(shade) for shade in names.values()]}
     return {"field": field, "type": "nominal", "scale": scale, "legend": {"title": None}}
-
-
-def shades(modes: Sequence[str]) -> dict[str, str]:
-    """Return the colour of each reset mode, the same in every plot.
-
-    Other names get the remaining colours in turn.
-    """
-    rest = [shade for shade in SERIES if shade not in {MODES.get(mode) for mode in modes}]
-    unknown = [mode for mode in modes if mode not in MODES]
-    return {mode: MODES.get(mode) or rest[unknown.index(mode) % len(rest)] for mode in modes}
 
 
 def tooltip(**fields: str) -> list[Spec]:

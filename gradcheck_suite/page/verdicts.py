@@ -497,6 +497,7 @@ def _why_not_asked(trainer: str, question: str, data: Data | None) -> str:
         return str(data["why"])
     known = TRAINERS.get(trainer)
     own = [q.name for q in known.questions] if known is not None else []
+    # a question may be one of several trainers, and says of which
     asked_of: dict[str, str] = {}
     for other in TRAINERS.values():
         asked_of |= {q.name: q.asked_of for q in other.questions}

@@ -78,6 +78,7 @@ def elements_plot(part: Mapping[str, Any]) -> Spec:
         part: of a violation's evidence: `rows`, `columns`, `expected`, `observed`, `allowed`.
     """
     rows = []
+    # the part is cut around the worst element, and is numbered as the whole parameter is
     for i, line in enumerate(part["expected"]):
         for j, expected in enumerate(line):
             observed = part["observed"][i][j]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
@@ -98,19 +98,25 @@ def resampled(
     if not hasattr(value, "dtype") or kind == "given" or not np.asarray(value).size:
         return value
     old = np.asarray(value)
-    if old.dtype.kind not in "biuf" or (old.dtype.kind == "f" and not np.isfinite(old).all()):
+    kind_of = old.dtype.kind
+    if kind_of not in "biuf" or (kind_of == "f" and not np.isfinite(old).all()):
         return old
-    if _is_symmetric(old) and np.isin(old, (0, 1)).all():
+    is_binary = bool(np.isin(old, (0, 1)).all())
+    if is_binary and _is_symmetric(old):
         order = rng.permutation(old.shape[-1])  # an adjacency matrix of the same graph
         return old[..., order, :][..., order]
-    if span is not None and old.dtype.kind in "iu":
+    if span is not None and kind_of in "iu":
         return _ids(old, rng, kind, span)
-    if old.dtype.kind == "b" or (np.isin(old, (0, 1)).all() and old.dtype.kind == "f"):
+    if is_binary and kind_of in "bf":
         return _mask(old, rng)
-    whole = old.dtype.kind in "iu" or bool((old == np.round(old)).all() and old.size > 1)
-    if whole:
-        return _whole_numbers(old, rng, kind)
-    return _real_numbers(old, rng, kind)
+    return _whole_numbers(old, rng, kind) if _is_whole(old) else _real_numbers(old, rng, kind)
+
+
+def _is_whole(value: Array) -> bool:
+    """Return whether numbers are whole, of whatever dtype; a single float says nothing."""
+    if value.dtype.kind in "iu":
+        return True
+    return bool(value.size > 1 and (value == np.round(value)).all())
 
 
 def _whole_numbers(old: Array, rng: np.random.Generator, kind: str) -> Array:
@@ -168,13 +174,13 @@ def _ids(old: Array, rng: np.random.Generator, kind: str, span: Span) -> Array:
 def _real_numbers(old: Array, rng: np.random.Generator, kind: str) -> Array:
     low = float(old.min())
     high = float(old.max())
-    spread = float(old.std())
+    spread = float(old.std()) or 1.0
     factor = {"narrow": 0.05, "wide": 2.0}.get(kind, 1.0)
     if low >= 0:
-        new = rng.uniform(low, low + factor * max(high - low, 1e-3 * max(high, 1e-3)), old.shape)
-        new = np.minimum(new, high)
+        width = max(high - low, 1e-3 * max(high, 1e-3))
+        new = np.minimum(rng.uniform(low, low + factor * width, old.shape), high)
     else:
-        new = old.mean() + factor * (spread or 1.0) * rng.normal(size=old.shape)
+        new = old.mean() + factor * spread * rng.normal(size=old.shape)
     rows = old.sum(-1) if old.ndim else old
     if low >= 0 and old.ndim and old.shape[-1] > 1 and np.allclose(rows, 1, atol=1e-5):
         new = new / new.sum(-1, keepdims=True)
@@ -281,23 +287,36 @@ def spans_of(program: TorchProgram, base: Point) -> dict[int, Span]:
             continue
         count = len(base.inputs)
         own = Ref("input", place) if place < count else Ref("target", place - count)
-        known = {own}
-        rows = list[int]()
-        marked = set[int]()
-        for index, call in enumerate(program.calls):
-            if known.isdisjoint(call.refs):
-                continue
-            if call.name in _MOVES:
-                known |= {Ref(index, j) for j in range(len(run.values[index]))}
-            rows += _rows_of_table(call, known, run)
-            if call.name in ("eq", "ne", "gt", "lt", "ge", "le"):
-                marked.update(n for n in call.args[1:2] if isinstance(n, int))
+        uses = _uses_of(program, run, own)
         low = int(np.min(value))
         high = int(np.max(value))
-        if rows and low >= 0 and high < min(rows):
+        if uses.rows and low >= 0 and high < min(uses.rows):
             # a token that the given rows do not have, and that torch asks for, is a padding
-            is_marked = low > 0 and 0 in marked
-            found[place] = Span(0, min(rows) - 1, is_marked)
+            found[place] = Span(0, min(uses.rows) - 1, low > 0 and 0 in uses.compared)
+    return found
+
+
+@dataclass
+class _Uses:
+    """What a program does with whole numbers: the sizes of tables that it indexes by them, and the
+    numbers that it compares them with.
+    """
+
+    rows: list[int] = field(default_factory=list)
+    compared: set[int] = field(default_factory=set)
+
+
+def _uses_of(program: TorchProgram, run: TorchRun, own: Ref) -> _Uses:
+    known = {own}
+    found = _Uses()
+    for index, call in enumerate(program.calls):
+        if known.isdisjoint(call.refs):
+            continue
+        if call.name in _MOVES:
+            known |= {Ref(index, j) for j in range(len(run.values[index]))}
+        found.rows += _rows_of_table(call, known, run)
+        if call.name in ("eq", "ne", "gt", "lt", "ge", "le"):
+            found.compared.update(n for n in call.args[1:2] if isinstance(n, int))
     return found
 
 
@@ -390,8 +409,9 @@ def binding_points(
         return None if any(bool(torch.isnan(o).any()) for o in numbers) else found
 
     alike = [p for p in (base, *others) if p.shapes == base.shapes]
-    runs = [r for p in alike if (r := run(p)) is not None]
-    found, rng = list[Point](), np.random.default_rng(seed)
+    runs = [r for r in map(run, alike) if r is not None]
+    found = list[Point]()
+    rng = np.random.default_rng(seed)
     left = one_sided(program, runs) if runs else []
     for number in range(BINDING_DRAWS if left else 0):
         point = _scaled(base, rng, number)

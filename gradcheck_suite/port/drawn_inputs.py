@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
@@ -28,7 +28,15 @@ from gradcheck_suite.port.matching import array, outputs_error
 from gradcheck_suite.port.rare_inputs import other_orders, rare_points
 from gradcheck_suite.port.search import Repairs
 from gradcheck_suite.port.sides import Point, Sides
-from gradcheck_suite.port.sizes import Resize, groups, is_made_for, is_sized, numbers_in, resizes
+from gradcheck_suite.port.sizes import (
+    Axis,
+    Resize,
+    groups,
+    is_made_for,
+    is_sized,
+    numbers_in,
+    resizes,
+)
 from gradcheck_suite.port.sizes import varied as in_words
 from gradcheck_suite.port.torch_program import TorchRun
 
@@ -137,6 +145,7 @@ class DrawnInputs:
             self._found = self._difference(drawn_point(base, (), kind, 1, spans))
             if self._found is not None:
                 return None
+        # last of the given sizes: where something rare happens, gradients are not compared
         for point in rare_points(program, base, [*self.sides.points[1:], *self.asked]):
             self._found = self._difference(point)
             if self._found is not None:
@@ -174,27 +183,20 @@ class DrawnInputs:
         turns = [resizes(base, axes, numbers) for axes in groups(base)]
         refused = [0] * len(turns)
         first: dict[int, Resize] = {}
-        while turns:
+        while min(refused, default=REFUSALS) < REFUSALS:
             # every group in turn: the shapes that are drawn are limited
             for number, turn in enumerate(turns):
                 resize = next(turn, None) if refused[number] < REFUSALS else None
                 if resize is None:
                     refused[number] = REFUSALS
-                    continue
-                if resize.size < 2 and number not in first:
-                    continue  # an axis of one element may be broadcast, which says nothing
-                self._is_taken = False
-                yield (resize,)
-                refused[number] = 0 if self._is_taken else refused[number] + 1
-                if self._is_taken and resize.size:
-                    first.setdefault(number, resize)
-            if min(refused) >= REFUSALS:
-                break
-        together = list[Resize]()
-        for resize in first.values():
-            used = {axis for other in together for axis in other.axes}
-            if used.isdisjoint(resize.axes):
-                together.append(resize)
+                elif resize.size > 1 or number in first:
+                    # an axis of one element may be broadcast, which says nothing
+                    self._is_taken = False
+                    yield (resize,)
+                    refused[number] = 0 if self._is_taken else refused[number] + 1
+                    if self._is_taken and resize.size:
+                        first.setdefault(number, resize)
+        together = _disjoint(first.values())
         if len(together) > 1:
             yield tuple(together)
 
@@ -254,6 +256,17 @@ class DrawnInputs:
             self.notes.append(words)  # nobody trains on nothing
             return None
         return Difference(point, words, "raises")
+
+
+def _disjoint(taken: Iterable[Resize]) -> list[Resize]:
+    """Return those of some resizes that are of other axes than those before them."""
+    found = list[Resize]()
+    used = set[Axis]()
+    for resize in taken:
+        if used.isdisjoint(resize.axes):
+            found.append(resize)
+            used.update(resize.axes)
+    return found
 
 
 def run_with(repairs: Repairs, sides: Sides, point: Point) -> TorchRun:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, combinations, groupby, islice
+from functools import partial
+from itertools import chain, combinations, groupby, islice, permutations, product
 from typing import Any
 
 import numpy as np
@@ -58,20 +59,27 @@ def usual(search: Search, place: int) -> Iterator[Hypothesis]:
         return
     args, kwargs = fill((call.args, call.kwargs), run.get)
     counted = any(_is_count(search, ref) for _, ref in search.positions(place))
+    divides = call.name.startswith("clamp") and _divides(search, place)
+    renamed = {"unit-offset": "index-offset"} if counted else {}
+    renamed |= {"constant": "count"} if divides else {}
     for hypothesis in mistakes(place, call, args, kwargs, run.seen[place][0]):
-        named = hypothesis.cause
-        if counted and named == "unit-offset":
-            named = "index-offset"
-        elif named == "constant" and call.name.startswith("clamp") and _divides(search, place):
-            named = "count"
-        if named == "axis":  # a mean and a deviation of one tensor go over the same axes
-            beside = _readers_of_a_line(search, place, next(r for _, r in search.positions(place)))
-            alike = [i for i in beside if re.fullmatch(REDUCING, search.program.calls[i].name)]
-            if len(alike) > 1:
-                yield replace(hypothesis, changes=dict.fromkeys(alike, hypothesis.changes[place]))
+        named = renamed.get(hypothesis.cause, hypothesis.cause)
+        if named == "axis":
+            yield from _over_alike(search, place, hypothesis)
         yield replace(hypothesis, cause=named)
     if not re.search(NO_INDEX, call.name) and not _is_divisor(search, place):
         yield from _other_indices(search, place)
+
+
+def _over_alike(search: Search, place: int, hypothesis: Hypothesis) -> Iterator[Hypothesis]:
+    """Yield another axis also of the other reductions of a tensor in a line: a mean and a deviation
+    go over the same axes.
+    """
+    calls = search.program.calls
+    beside = _readers_of_a_line(search, place, next(r for _, r in search.positions(place)))
+    alike = [i for i in beside if re.fullmatch(REDUCING, calls[i].name)]
+    if len(alike) > 1:
+        yield replace(hypothesis, changes=dict.fromkeys(alike, hypothesis.changes[place]))
 
 
 NO_INDEX = "embedding_bag|^index$|^div_?$"
@@ -156,12 +164,13 @@ def beyond_a_table(search: Search, place: int) -> Iterator[Hypothesis]:
                 own = {ref: get(source) for ref, source in free.items()}
                 rows = get(c.args[0])
                 at = _with_others(program, index.kind, own, get)
+                # https://docs.jax.dev/en/latest/_autosummary/jax.numpy.ndarray.at.html
                 at = torch.where(at < 0, at + len(rows), at).clamp(0, len(rows) - 1)
                 return [rows[at]]
 
             words = f"no {program.calls[limit].label}: an index that is out of the table is"
             words += " counted from its end, or is the last"
-            yield Hypothesis("missing-operation", words, {place: read}, at=limit)
+            yield Hypothesis("missing-operation", words, {place: read})
 
 
 def _is_index(search: Search, ref: Ref) -> bool:
@@ -189,12 +198,11 @@ def smoothings(search: Search, place: int) -> Iterator[Hypothesis]:
         return
     near = [place, *search.read_by([place], 6)]
     losses = [i for i in near if calls[i].name.startswith("nll_loss")]
-    is_smoothed = any(
-        calls[r].name == "mul" for i in losses for r in search.program.readers.get(Ref(i, 0), [])
-    )
-    if (
-        len(losses) != 1 or (losses[0] == place) == is_smoothed
-    ):  # another sum has more than the two terms
+    readers = search.program.readers
+    reading = chain.from_iterable(readers.get(Ref(i, 0), []) for i in losses)
+    is_smoothed = any(calls[r].name == "mul" for r in reading)
+    # another sum has more than the two terms
+    if len(losses) != 1 or (losses[0] == place) == is_smoothed:
         return
     logp, target, weight, _, ignore = [*calls[losses[0]].args, None, 1, -100][:5]
     for share in (0.0, 0.1, 0.05, 0.2, 0.01, 0.15, 0.3, 0.02):
@@ -346,35 +354,58 @@ def missing(call: Call, kept: int) -> str:
 
 def scaled(search: Search, place: int) -> Iterator[Hypothesis]:
     """Yield that the result or an operand is a * x + b, with a and b read from the port's values."""
+    yield from _scaled_results(search, place)
+    yield from _other_exponents(search, place)
+    yield from _scaled_operands(search, place)
+
+
+def _number_in(call: Call) -> float | None:
+    """Return the number that stands in a call, such as an epsilon that is added."""
+    second = call.args[1] if len(call.args) > 1 else None
+    return second if isinstance(second, int | float) else None
+
+
+def _scaled_results(search: Search, place: int) -> Iterator[Hypothesis]:
     call = search.program.calls[place]
-    run = search.matching.run
-    number = call.args[1] if len(call.args) > 1 and isinstance(call.args[1], int | float) else None
-    for cause, words, a, b in _affine(search, run.seen[place][0]):
-        words = f"the result {words}"
-        if number is not None and call.name.rstrip("_") == "add" and cause != "scale":
+    name = call.name.rstrip("_")
+    number = _number_in(call)
+    for cause, words, a, b in _affine(search, search.matching.run.seen[place][0]):
+        said = f"the result {words}"
+        named = cause
+        if number is not None and name == "add" and cause != "scale":
             # x + eps with another eps: the sum has another number, and nothing is added
-            cause = "eps" if 0 < number < 1e-2 else "constant"
-            words = f"{number + b:.6g} instead of {number:g}"
-        elif number is not None and call.name.rstrip("_") == "mul" and not b:
-            words = f"{a * number:.9g} instead of {number:g}"
-        yield Hypothesis(cause, words, {place: of_result(lambda o, a=a, b=b: a * o + b)})
-    if call.name == "pow" and number is not None:
-        for _, _, a, _ in _affine(search, run.get(call.args[0]).log(), np.log):
-            yield Hypothesis(
-                "constant",
-                f"the exponent {a:.9g} instead of {number:g}",
-                {place: of_operand(1, lambda v, a=a: a)},
-            )
+            named = "eps" if 0 < number < 1e-2 else "constant"
+            said = f"{number + b:.6g} instead of {number:g}"
+        elif number is not None and name == "mul" and not b:
+            said = f"{a * number:.9g} instead of {number:g}"
+        yield Hypothesis(named, said, {place: of_result(lambda o, a=a, b=b: a * o + b)})
+
+
+def _other_exponents(search: Search, place: int) -> Iterator[Hypothesis]:
+    call = search.program.calls[place]
+    number = _number_in(call)
+    if call.name != "pow" or number is None:
+        return
+    logarithm = search.matching.run.get(call.args[0]).log()
+    for _, _, a, _ in _affine(search, logarithm, np.log):
+        words = f"the exponent {a:.9g} instead of {number:g}"
+        yield Hypothesis("constant", words, {place: of_operand(1, lambda v, a=a: a)})
+
+
+def _scaled_operands(search: Search, place: int) -> Iterator[Hypothesis]:
+    run = search.matching.run
     for i, ref in search.positions(place):
         # the port may compute torch's value too, and multiply it, or what it is moved to
         for source in dict.fromkeys([*_moves(search, ref), ref, *search.matching.sources(ref)]):
+            is_result = source != ref and isinstance(source.kind, int)
+            if source != ref and not is_result:
+                continue
             for one in _scalings(search, run.get(source)):
                 change = {place: of_operand(i, one.make)}
-                if source != ref and isinstance(source.kind, int):
+                if is_result:
                     change = {source.kind: of_result(one.make, source.index)}
-                if source == ref or isinstance(source.kind, int):
-                    words = f"{_named(search, source)} {one.words}"
-                    yield Hypothesis(one.cause, words, change, at=max(change))
+                words = f"{_named(search, source)} {one.words}"
+                yield Hypothesis(one.cause, words, change, at=max(change))
 
 
 def _moves(search: Search, ref: Ref) -> list[Ref]:
@@ -395,7 +426,9 @@ def _scalings(search: Search, value: Any) -> Iterator[Alteration]:
         yield Alteration(cause, words, lambda v, a=a, b=b: a * v + b)
     numbers = search.matching.lost_numbers
     mine = array(value)
-    for i in numbers.of_size(mine.size) if mine.dtype.kind == "f" and mine.any() else ():
+    if mine.dtype.kind != "f" or not mine.any():
+        return
+    for i in numbers.of_size(mine.size):
         theirs = aligned(numbers.arrays[i], mine)
         for axis in range(mine.ndim if theirs.shape == mine.shape else 0):
             others = tuple(d for d in range(mine.ndim) if d != axis)
@@ -419,27 +452,40 @@ def ratios(search: Search, place: int) -> Iterator[Hypothesis]:
     out = search.matching.run.seen[place][0]
     if not isinstance(out, torch.Tensor) or not out.any():
         return
-    sizes = {1.0, 2.0} | {float(n) for n in _sizes_near(search, place)}
-    sizes |= {a * b for a in sizes for b in sizes}
-    call = search.program.calls[place]
-    run = search.matching.run
+    single = {1.0, 2.0} | {float(n) for n in _sizes_near(search, place)}
+    sizes = single | {a * b for a, b in product(single, single)}
     for i in search.matching.lost_numbers.of_size(out.numel()):
         theirs = search.matching.lost_numbers.arrays[i].reshape(-1)
-        most = np.abs(theirs).argmax()
-        if call.name == "div" and isinstance(call.args[1], Ref) and theirs[most]:
-            count = float(array(run.get(call.args[0])).reshape(-1)[most] / theirs[most])
-            if abs(count - round(count)) < 1e-9 * count and round(count) in sizes:
-                words = f"{_named(search, call.args[1])} is {count:.9g}"
-                yield Hypothesis(
-                    "count", words, {place: of_operand(1, lambda v, n=count: 0 * v + n)}
-                )
-        factor = float(theirs[0]) / float(out) if out.numel() == 1 else 1.0
-        for a in sorted(sizes):
-            b = a / factor if factor else 0.0
-            if abs(b - round(b)) < 1e-9 * abs(b) and round(b) in sizes and abs(factor - 1) > 1e-9:
-                words = f"the result times {a:g} / {b:g}"
-                yield Hypothesis("reduction", words, {place: of_result(lambda o, f=factor: o * f)})
-                break
+        yield from _other_count(search, place, theirs, sizes)
+        if out.numel() == 1:
+            yield from _ratio_of_sizes(place, float(theirs[0]) / float(out), sizes)
+
+
+def _other_count(
+    search: Search, place: int, theirs: Any, sizes: Collection[float]
+) -> Iterator[Hypothesis]:
+    """Yield the count by which a sum is divided in the port."""
+    call = search.program.calls[place]
+    most = np.abs(theirs).argmax()
+    if call.name != "div" or not isinstance(call.args[1], Ref) or not theirs[most]:
+        return
+    total = array(search.matching.run.get(call.args[0])).reshape(-1)
+    count = float(total[most] / theirs[most])
+    if abs(count - round(count)) < 1e-9 * count and round(count) in sizes:
+        words = f"{_named(search, call.args[1])} is {count:.9g}"
+        yield Hypothesis("count", words, {place: of_operand(1, lambda v: 0 * v + count)})
+
+
+def _ratio_of_sizes(place: int, factor: float, sizes: Collection[float]) -> Iterator[Hypothesis]:
+    """Yield that a scalar is multiplied by a ratio of two sizes."""
+    if not factor or abs(factor - 1) <= 1e-9:
+        return
+    for a in sorted(sizes):
+        b = a / factor
+        if abs(b - round(b)) < 1e-9 * abs(b) and round(b) in sizes:
+            words = f"the result times {a:g} / {b:g}"
+            yield Hypothesis("reduction", words, {place: of_result(lambda o: o * factor)})
+            return
 
 
 def constants(search: Search, place: int) -> Iterator[Hypothesis]:
@@ -447,35 +493,44 @@ def constants(search: Search, place: int) -> Iterator[Hypothesis]:
 
     A table of other numbers is the port's alone. Of zeros and ones each side may have the other's.
     """
-    numbers = search.matching.lost_numbers
-    tried = set[bytes]()
     for i, ref in search.positions(place):
         value = search.matching.run.get(ref)
-        if not isinstance(value, torch.Tensor) or not _is_constant(search, ref):
+        if isinstance(value, torch.Tensor) and _is_constant(search, ref):
+            yield from _other_masks(search, place, i, ref)
+            yield from _other_tables(search, place, i, ref)
+
+
+def _other_masks(search: Search, place: int, position: int, ref: Ref) -> Iterator[Hypothesis]:
+    """Yield the masks of the port that have the size of a constant mask."""
+    mine = array(search.matching.run.get(ref))
+    if not _is_mask(mine):
+        return
+    tried = set[bytes]()
+    for table in search.matching.side.values:
+        if table.size != mine.size or not _is_mask(table):
             continue
-        mine = array(value)
-        for table in search.matching.side.values if _is_mask(mine) else ():
-            if table.size == mine.size and _is_mask(table):
-                theirs = aligned(table, mine).astype(mine.dtype)
-                off = int((theirs != mine).sum()) if theirs.shape == mine.shape else 0
-                if off and theirs.tobytes() not in tried:
-                    tried.add(theirs.tobytes())
-                    other = torch.as_tensor(theirs.copy())
-                    words = (
-                        f"{_named(search, ref)} with {off} of its {mine.size} elements otherwise"
-                    )
-                    yield Hypothesis(
-                        "mask-elements", words, {place: of_operand(i, lambda v, o=other: o)}
-                    )
-        for k in list(numbers.of_size(value.numel()))[:40]:
-            other = torch.as_tensor(np.array(aligned(numbers.arrays[k], mine)))
-            if other.shape == value.shape:
-                at = int((other - value).abs().argmax())
-                words = (
-                    f"{_named(search, ref)} with other numbers, such as {other.flatten()[at]:.6g}"
-                )
-                words += f" for {value.flatten()[at]:.6g}"
-                yield Hypothesis("constant", words, {place: of_operand(i, lambda v, o=other: o)})
+        theirs = aligned(table, mine).astype(mine.dtype)
+        off = int((theirs != mine).sum()) if theirs.shape == mine.shape else 0
+        if off and theirs.tobytes() not in tried:
+            tried.add(theirs.tobytes())
+            other = torch.as_tensor(theirs.copy())
+            words = f"{_named(search, ref)} with {off} of its {mine.size} elements otherwise"
+            change = of_operand(position, lambda v, o=other: o)
+            yield Hypothesis("mask-elements", words, {place: change})
+
+
+def _other_tables(search: Search, place: int, position: int, ref: Ref) -> Iterator[Hypothesis]:
+    """Yield the arrays of the port alone that have the size of a constant table."""
+    numbers = search.matching.lost_numbers
+    value = search.matching.run.get(ref)
+    for k in list(numbers.of_size(value.numel()))[:40]:
+        other = torch.as_tensor(np.array(aligned(numbers.arrays[k], array(value))))
+        if other.shape == value.shape:
+            at = int((other - value).abs().argmax())
+            words = f"{_named(search, ref)} with other numbers, such as"
+            words += f" {other.flatten()[at]:.6g} for {value.flatten()[at]:.6g}"
+            change = of_operand(position, lambda v, o=other: o)
+            yield Hypothesis("constant", words, {place: change})
 
 
 def _is_mask(table: Any) -> bool:
@@ -486,9 +541,8 @@ def bases(search: Search, place: int) -> Iterator[Hypothesis]:
     """Yield that all tables of rotary or sinusoidal positions have another base."""
     tables = [k for k in search.matching.run.leaves if _is_constant(search, Ref(*k))]
     for base in BASES:
-        rebased = {
-            k: v for k in tables if (v := _rebased(search.matching.run.leaves[k], base)) is not None
-        }
+        made = {k: _rebased(search.matching.run.leaves[k], base) for k in tables}
+        rebased = {k: v for k, v in made.items() if v is not None}
         if rebased:
             leaves = {k: lambda v, new=new: new for k, new in rebased.items()}
             yield Hypothesis("constant", f"the table of positions with base {base:g}", {}, leaves)
@@ -502,7 +556,8 @@ def _rebased(x: Any, base: float) -> Any:
     sizes = [n for n in x.shape if n > 1]
     if not x.is_floating_point() or len(sizes) not in (1, 2):
         return None
-    rows, half = x.reshape(sizes), torch.arange(sizes[-1] // 2) / (sizes[-1] // 2)
+    rows = x.reshape(sizes)
+    half = torch.arange(sizes[-1] // 2) / (sizes[-1] // 2)
 
     def made(exponents: Any, b: float) -> Any:
         frequencies = b ** -exponents.double()
@@ -568,50 +623,72 @@ def _affine(
     numbers = search.matching.lost_numbers
     for i in numbers.of_size(mine.size):
         theirs = of(numbers.sorted(i))
-        largest = np.abs(theirs).max()
-        if not np.isfinite(largest) or theirs[-1] == theirs[0]:
+        if np.isfinite(theirs).all() and theirs[-1] != theirs[0]:
+            yield from _lines_through(mine, theirs, numbers.tolerance)
+
+
+def _lines_through(
+    mine: Any, theirs: Any, tolerance: float
+) -> Iterator[tuple[str, str, float, float]]:
+    """Yield cause, words, a and b of each a * x + b that makes some sorted numbers of others."""
+    largest = np.abs(theirs).max()
+    slope = (theirs[-1] - theirs[0]) / (mine[-1] - mine[0])
+    for a, ours in ((slope, mine), (-slope, mine[::-1])):
+        b = float(theirs[0] - a * ours[0])
+        b = 0.0 if abs(b) < 1e-9 * largest else b
+        scales = abs(a - 1) > 1e-9
+        fits = np.abs(a * ours + b - theirs).max() <= tolerance * largest
+        # a line through two numbers always fits
+        if not fits or not (scales or b) or (mine.size == 2 and b):
             continue
-        slope = (theirs[-1] - theirs[0]) / (mine[-1] - mine[0])
-        for a, ours in ((slope, mine), (-slope, mine[::-1])):
-            b = float(theirs[0] - a * ours[0])
-            b = 0.0 if abs(b) < 1e-9 * largest else b
-            fits = np.abs(a * ours + b - theirs).max() <= numbers.tolerance * largest
-            scales = abs(a - 1) > 1e-9
-            adds = f"plus {b:.9g}" * bool(b)
-            if fits and (scales or b) and (mine.size > 2 or not b):
-                cause = LINEAR.get(
-                    (round(float(a), 9), round(b, 9)), "scale" if scales else "constant"
-                )
-                yield cause, f"times {a:.9g} {adds}".strip() if scales else adds, float(a), b
+        adds = f"plus {b:.9g}" if b else ""
+        words = f"times {a:.9g} {adds}".strip() if scales else adds
+        general = "scale" if scales else "constant"
+        yield LINEAR.get((round(float(a), 9), round(b, 9)), general), words, float(a), b
 
 
 def other_values(search: Search, place: int) -> Iterator[Hypothesis]:
     """Yield that an operand is another value of the same shape: a parameter, an input, a result
     from before.
     """
-    run = search.matching.run
     calls = search.program.calls
-    others = [(Ref(*key), value) for key, value in run.leaves.items()]
-    others += [(Ref(i, j), v) for i in range(place - 1, -1, -1) for j, v in enumerate(run.seen[i])]
     for i, ref in search.positions(place):
-        value = run.get(ref)
-        seen = [value]
-        for other, found in others:
-            if not isinstance(found, torch.Tensor) or found.shape != value.shape or len(seen) > 120:
-                continue
-            # zeros, as of a state at its start, are tried as such
-            tells = found.dtype == value.dtype and (
-                bool(found.any()) or not found.is_floating_point()
-            )
-            if tells and not any(found.is_set_to(v) for v in seen):
-                seen.append(found)
-                load = ref.kind == other.kind == "state"
-                cause = "swapped-parameters" if load else _why_taken(search, place, ref, other)
-                words = f"{_named(search, ref)} is {_named(search, other)}"
-                words += f" at {calls[other.kind].where}" if isinstance(other.kind, int) else ""
-                for group in _groups(search, place, i, ref):
-                    change = {k: other_operand(j, other) for k, j in group}
-                    yield Hypothesis(cause, words, change, kind="load" if load else "forward")
+        for other in _alike_before(search, place, ref):
+            load = ref.kind == other.kind == "state"
+            cause = "swapped-parameters" if load else _why_taken(search, place, ref, other)
+            words = f"{_named(search, ref)} is {_named(search, other)}"
+            words += f" at {calls[other.kind].where}" if isinstance(other.kind, int) else ""
+            for group in _groups(search, place, i, ref):
+                change = {k: other_operand(j, other) for k, j in group}
+                yield Hypothesis(cause, words, change, kind="load" if load else "forward")
+
+
+OTHERS = 120
+"""Values of one shape that are tried in place of another."""
+
+
+def _alike_before(search: Search, place: int, ref: Ref) -> Iterator[Ref]:
+    """Yield what has the shape and the dtype of a tensor: parameters and inputs, then the results
+    before a call, the nearest first.
+    """
+    run = search.matching.run
+    value = run.get(ref)
+    others = [Ref(*key) for key in run.leaves]
+    for i in range(place - 1, -1, -1):
+        others += [Ref(i, j) for j in range(len(run.seen[i]))]
+    seen = [value]
+    for other in others:
+        found = run.get(other)
+        is_tensor = isinstance(found, torch.Tensor)
+        if not is_tensor or found.shape != value.shape or found.dtype != value.dtype:
+            continue
+        # zeros, as of a state at its start, are tried as such
+        tells = bool(found.any()) or not found.is_floating_point()
+        if tells and not any(found.is_set_to(v) for v in seen):
+            seen.append(found)
+            yield other
+        if len(seen) > OTHERS:
+            return
 
 
 def chosen_of_others(search: Search, place: int) -> Iterator[Hypothesis]:
@@ -621,29 +698,35 @@ def chosen_of_others(search: Search, place: int) -> Iterator[Hypothesis]:
 
 
 def _why_taken(search: Search, place: int, ref: Ref, other: Ref) -> str:
-    calls = search.program.calls
-    producers = {s.kind for s in search.matching.sources(ref)}
+    """Return the cause of another value that is taken in place of one."""
     if not isinstance(other.kind, int):
-        skipped_calls = _between(search, ref, other)
-        if skipped_calls and calls[place].name.rstrip("_") != "add":
-            names = {calls[k].name.rstrip("_") for k in skipped_calls}
-            if {"sub", "div"} <= names or {"sub", "mul"} <= names:
-                return "missing-norm"
-            return missing(calls[skipped_calls[0]], 0)
-        return "other-value" if other.kind == "state" else "other-input"
+        return _why_given(search, place, ref, other)
+    calls = search.program.calls
     if calls[place].name in ("add", "add_"):
         mine = calls[ref.kind].where if isinstance(ref.kind, int) else ""
-        return (
-            "other-value" if mine == calls[other.kind].where else "residual"
-        )  # of another time step
+        # of another time step, or before or after a norm
+        return "other-value" if mine == calls[other.kind].where else "residual"
+    producers = [s.kind for s in search.matching.sources(ref)]
     if "state" in producers:
         return "weight-transposed"
     for producer in producers:
         if isinstance(producer, int):
-            reads = {s.kind for r in calls[producer].refs for s in search.matching.sources(r)}
-            if other.kind in reads:
+            read = chain.from_iterable(map(search.matching.sources, calls[producer].refs))
+            if other.kind in {s.kind for s in read}:
                 return missing(calls[producer], 0)
     return "other-value"
+
+
+def _why_given(search: Search, place: int, ref: Ref, other: Ref) -> str:
+    """Return the cause of a parameter or an input that is taken in place of a result."""
+    calls = search.program.calls
+    left_out = _between(search, ref, other)
+    if left_out and calls[place].name.rstrip("_") != "add":
+        names = {calls[k].name.rstrip("_") for k in left_out}
+        if {"sub", "div"} <= names or {"sub", "mul"} <= names:
+            return "missing-norm"
+        return missing(calls[left_out[0]], 0)
+    return "other-value" if other.kind == "state" else "other-input"
 
 
 def _between(search: Search, ref: Ref, other: Ref) -> list[int]:
@@ -660,23 +743,32 @@ def starts(search: Search, place: int) -> Iterator[Hypothesis]:
     zero for at its first value.
     """
     calls = search.program.calls
-    run = search.matching.run
-    name, *own = calls[place].name, calls[place].where, calls[place].path
-    line = {i for i, c in enumerate(calls) if [c.where, c.path] == own}
-    if not own[0] or sum(calls[i].name == name for i in line) < 2:
-        return  # no line that is run again and again
+    line = _line_that_repeats(search, place)
+    if not line:
+        return
     step = [place, *walked([place], lambda i: _readers_in(search, i, line), 4)]
     ends = [i for i in step if calls[i].name.rstrip("_") == "add"][:1]
     body = [*step, *search.read_by(ends, 4, line.__contains__)]
-    read = list(dict.fromkeys(r for i in body for r in calls[i].refs))
-    shape = run.shape(place)
-    for ref in (r for r in read if r.kind not in line and run.get(r).shape == shape):
-        alike = [r for r in read if r != ref and run.get(r).shape == shape]
-        for first in (r for r in alike if _is_moved(search, r)):
-            if not run.get(ref).any():
-                yield _started_at_first(search, ref, first, line)
-            elif ends and isinstance(ref.kind, int):
-                yield _started_at_zero(search, ref, first, ends[0])
+    shape = search.matching.run.shape(place)
+    read = dict.fromkeys(chain.from_iterable(calls[i].refs for i in body))
+    alike = [r for r in read if search.matching.run.get(r).shape == shape]
+    for start, first in permutations(alike, 2):
+        # a start comes from outside of the loop, and the first value is given, not computed in it
+        if start.kind in line or not _is_moved(search, first):
+            continue
+        if not search.matching.run.get(start).any():
+            yield _started_at_first(search, start, first, line)
+        elif ends and isinstance(start.kind, int):
+            yield _started_at_zero(search, start, first, ends[0])
+
+
+def _line_that_repeats(search: Search, place: int) -> set[int]:
+    """Return the calls of the line of a place, none where it is not run again and again."""
+    calls = search.program.calls
+    own = calls[place].where, calls[place].path
+    line = {i for i, c in enumerate(calls) if (c.where, c.path) == own}
+    again = sum(calls[i].name == calls[place].name for i in line)
+    return line if own[0] and again > 1 else set()
 
 
 def _readers_in(search: Search, index: int, inside: Collection[int]) -> list[int]:
@@ -790,9 +882,9 @@ def exchanged_slices(search: Search, place: int) -> Iterator[Hypothesis]:
     run = search.matching.run
     for index in search.read_by([place], 6, lambda i: search.matching.status[i] is None):
         call = calls[index]
-        for k in (
-            search.program.readers.get(call.args[0], []) if call.name in ("slice", "select") else ()
-        ):
+        if call.name not in ("slice", "select"):
+            continue
+        for k in search.program.readers.get(call.args[0], []):
             if calls[k].name == call.name and k != index and run.shape(k) == run.shape(index):
                 words = f"the parts at {call.where} and {calls[k].where} exchanged"
                 yield Hypothesis(
@@ -806,7 +898,8 @@ def _interleaved(search: Search, i: int, k: int) -> Iterator[Hypothesis]:
     """Yield that two slices are the halves, or every other element, of what they have together."""
     one = search.program.calls[i]
     two = search.program.calls[k]
-    dim, size = one.args[1], search.matching.run.get(one.args[0]).shape[one.args[1]]
+    dim = one.args[1]
+    size = search.matching.run.get(one.args[0]).shape[dim]
     mine = [list(range(size))[slice(*c.args[2:])] for c in (one, two)]
     both = sorted({*mine[0], *mine[1]})
     if len(both) != 2 * len(mine[0]):
@@ -864,15 +957,21 @@ def _transformed_as(search: Search, place: int, ref: Ref, cause: str) -> str:
     name = call.name.rstrip("_")
     if cause == "extra-norm" and name == "pow" and call.args[1] == 2:
         return "layer-for-rms-norm"
-    if cause == "unit-offset" and name == "div" and call.args[1] == ref and _is_whole(search, ref):
-        return "count"
-    if cause == "unit-offset" and _is_count(search, ref):
-        return "index-offset"
-    if cause == "zeros" and name in ("add", "sub"):
+    if cause == "unit-offset":
+        return _offset_of(search, call, ref)
+    if cause == "zeros" and name in ("add", "sub", "addcmul"):
         return "missing-term"
     if cause == "ones" and name in ("mul", "div"):
         return "missing-mask" if _is_mask(array(search.matching.run.get(ref))) else "missing-scale"
     return _OTHERS.get(cause, cause)
+
+
+def _offset_of(search: Search, call: Call, ref: Ref) -> str:
+    """Return the cause of an operand that is one more or less: a count, or a position."""
+    is_divisor = call.name.startswith("div") and call.args[1] == ref
+    if is_divisor and _is_whole(search, ref):
+        return "count"
+    return "index-offset" if _is_count(search, ref) else "unit-offset"
 
 
 def weights(search: Search, place: int) -> Iterator[Hypothesis]:
@@ -899,34 +998,34 @@ def read_off(search: Search, place: int) -> Iterator[Hypothesis]:
     """Yield that an operand, or what it is moved from, is in another order along an axis, which is
     read off an array of the port with the same numbers.
     """
-    numbers = search.matching.side.numbers
     operands = [ref for _, ref in search.positions(place)]
-    moved = [s for ref in operands for s in search.matching.sources(ref)]
+    moved = chain.from_iterable(map(search.matching.sources, operands))
     for ref in dict.fromkeys([*operands, *moved]):
         value = search.matching.run.get(ref)
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            continue
-        mine = array(value)
-        if mine.ndim == 0 or variety(mine) < LEAST:
-            continue
-        wanted = np.sort(mine.reshape(-1))
-        seen = set[tuple[int, ...]]()
-        for i in list(numbers.of_size(mine.size))[:READ]:
-            if error(numbers.sorted(i), wanted) > numbers.tolerance:
-                continue
-            theirs = aligned(numbers.arrays[i], mine)
-            for axis in range(mine.ndim if theirs.shape == mine.shape else 0):
-                order = _order_along(mine, theirs, axis)
-                if order is None or (axis, *order) in seen:
-                    continue
-                seen.add((axis, *order))
-                at = torch.as_tensor(order)
-                shown = ", ".join(map(str, order[:8])) + (", ..." if len(order) > 8 else "")
-                words = f"with axis {axis} in the order {shown}"
-                turned = Alteration(
-                    "permuted", words, lambda v, d=axis, at=at: v.index_select(d, at)
-                )
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim():
+            for turned in _orders_in_port(search, array(value)):
                 yield _of(search, place, ref, turned)
+
+
+def _orders_in_port(search: Search, mine: Any) -> Iterator[Alteration]:
+    """Yield other orders along an axis in which the port has an array's numbers."""
+    numbers = search.matching.side.numbers
+    if variety(mine) < LEAST:
+        return
+    wanted = np.sort(mine.reshape(-1))
+    seen = set[tuple[int, ...]]()
+    for i in list(numbers.of_size(mine.size))[:READ]:
+        if error(numbers.sorted(i), wanted) > numbers.tolerance:
+            continue
+        theirs = aligned(numbers.arrays[i], mine)
+        for axis in range(mine.ndim if theirs.shape == mine.shape else 0):
+            order = _order_along(mine, theirs, axis)
+            if order is None or (axis, *order) in seen:
+                continue
+            seen.add((axis, *order))
+            shown = ", ".join(map(str, order[:8])) + (", ..." if len(order) > 8 else "")
+            reorder = partial(torch.index_select, dim=axis, index=torch.as_tensor(order))
+            yield Alteration("permuted", f"with axis {axis} in the order {shown}", reorder)
 
 
 READ = 60
@@ -982,10 +1081,10 @@ def undone(search: Search, place: int) -> Iterator[Hypothesis]:
 def _sources_transformed(
     search: Search, place: int, which: Callable[[Ref], bool]
 ) -> Iterator[Hypothesis]:
-    for source in dict.fromkeys(
-        s for _, ref in search.positions(place) for s in search.matching.sources(ref)
-    ):
-        for transform in transforms(search.matching.run.get(source)) if which(source) else ():
+    operands = [ref for _, ref in search.positions(place)]
+    sources = chain.from_iterable(map(search.matching.sources, operands))
+    for source in filter(which, dict.fromkeys(sources)):
+        for transform in transforms(search.matching.run.get(source)):
             yield _of(search, place, source, transform)
 
 
@@ -994,9 +1093,9 @@ def _operands(
 ) -> Iterator[Hypothesis]:
     for i, ref in search.positions(place):
         value = search.matching.run.get(ref)
-        for transform in (
-            how(value) if isinstance(value, torch.Tensor) and value.is_floating_point() else ()
-        ):
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            continue
+        for transform in how(value):
             changed = _of(search, place, ref, transform)
             for group in _groups(search, place, i, ref):
                 yield replace(
@@ -1009,13 +1108,11 @@ def _operands(
 
 def _groups(search: Search, place: int, position: int, ref: Ref) -> list[list[tuple[int, int]]]:
     """Return where a tensor is read: in a call, and in all calls of its line."""
-    every = [
-        (k, j)
-        for k in _readers_of_a_line(search, place, ref)
-        for j, r in search.positions(k)
-        if r == ref
-    ]
-    return [[(place, position)], every][: 1 + (len(every) > 1)]
+    every = list[tuple[int, int]]()
+    for k in _readers_of_a_line(search, place, ref):
+        every += [(k, j) for j, r in search.positions(k) if r == ref]
+    alone = [(place, position)]
+    return [alone, every] if len(every) > 1 else [alone]
 
 
 def _readers_of_a_line(search: Search, place: int, ref: Ref) -> list[int]:
@@ -1029,7 +1126,8 @@ def _up(search: Search, place: int) -> list[Ref]:
     """Return what a call depends on, the nearest first."""
     calls = search.program.calls
     near = chain([place], search.read_by([place], len(calls)))
-    return list(dict.fromkeys(islice((r for i in near for r in calls[i].refs), 90)))
+    refs = chain.from_iterable(calls[i].refs for i in near)
+    return list(dict.fromkeys(islice(refs, 90)))
 
 
 def deep(search: Search, place: int) -> Iterator[Hypothesis]:
@@ -1049,51 +1147,72 @@ def exchanged_parameters(search: Search, place: int) -> Iterator[Hypothesis]:
     """Yield exchanges of parameters of equal shapes: of whole modules, of one tensor each, and
     within a module.
     """
+    modules = _parameters_by_module(search)
+    read = [str(r.index).rpartition(".")[0] for r in _up(search, place) if r.kind == "state"]
+    near = list(dict.fromkeys(read))
+    for path in near[:8]:
+        yield from _exchanged_directions(path, modules.get(path, []))
+    for number, path in enumerate(near[:8]):
+        # of two modules that are both near, the pair is tried once
+        others = [b for b in _nearest_modules(path, modules)[:24] if b not in near[:number]]
+        for other in others:
+            yield from _exchanged_modules(search, path, other, modules)
+        for x, y in combinations(modules.get(path, []), 2):
+            if _are_alike(search, x, y):
+                yield _exchange([(x, y)], f"{x} and {y}", path)
+        yield from _blocks_of_a_module(search, path, modules.get(path, []))
+
+
+def _parameters_by_module(search: Search) -> dict[str, list[str]]:
     modules: dict[str, list[str]] = {}
     for name in search.program.names:
-        if (
-            value := search.matching.run.leaves["state", name]
-        ).is_floating_point() and value.numel() > 1:
+        value = search.matching.run.leaves["state", name]
+        if value.is_floating_point() and value.numel() > 1:
             modules.setdefault(name.rpartition(".")[0], []).append(name)
+    return modules
 
-    def alike(x: str, y: str) -> bool:
-        return (
-            search.matching.run.leaves["state", x].shape
-            == search.matching.run.leaves["state", y].shape
-        )
 
-    def exchange(pairs: Sequence[tuple[str, str]], words: str, path: str) -> Hypothesis:
-        swapped = {("state", x): Ref("state", y) for a, b in pairs for x, y in ((a, b), (b, a))}
-        return Hypothesis(
-            "swapped-parameters", f"{words} exchanged", {}, swapped, kind="load", path=path
-        )
+def _are_alike(search: Search, x: str, y: str) -> bool:
+    leaves = search.matching.run.leaves
+    return bool(leaves["state", x].shape == leaves["state", y].shape)
 
-    near = [str(r.index).rpartition(".")[0] for r in _up(search, place) if r.kind == "state"]
-    for a in list(dict.fromkeys(near))[:8]:  # the two directions of a recurrent layer
-        ways = [(x, f"{x}_reverse") for x in modules.get(a, []) if f"{x}_reverse" in modules[a]]
-        if ways:
-            yield exchange(ways, f"the directions of {a}", a)
-            for taken, (one, two) in (("forward", (0, 1)), ("backward", (1, 0))):
-                shared = {("state", pair[two]): Ref("state", pair[one]) for pair in ways}
-                words = f"the {taken} parameters of {a} in both directions"
-                yield Hypothesis("swapped-parameters", words, {}, shared, kind="load", path=a)
-    for a in list(dict.fromkeys(near))[:8]:
-        for b in [
-            b
-            for b in _nearest_modules(a, modules)[:24]
-            if b not in near or near.index(a) < near.index(b)
-        ]:
-            pairs = list(zip(modules.get(a, []), modules[b], strict=False))
-            if len(modules.get(a, [])) == len(modules[b]) and all(alike(x, y) for x, y in pairs):
-                yield exchange(pairs, f"the parameters of {a} and {b}", min(a, b))
-                yield from (
-                    exchange([p], " and ".join(p), min(a, b))
-                    for p in pairs[: len(pairs) * (len(pairs) > 1)]
-                )
-        for x, y in combinations(modules.get(a, []), 2):
-            if alike(x, y):
-                yield exchange([(x, y)], f"{x} and {y}", a)
-        yield from _blocks_of_a_module(search, a, modules.get(a, []))
+
+def _exchange(pairs: Sequence[tuple[str, str]], words: str, path: str) -> Hypothesis:
+    swapped: dict[Any, Any] = {}
+    for x, y in pairs:
+        swapped["state", x] = Ref("state", y)
+        swapped["state", y] = Ref("state", x)
+    return Hypothesis(
+        "swapped-parameters", f"{words} exchanged", {}, swapped, kind="load", path=path
+    )
+
+
+def _exchanged_directions(path: str, names: Sequence[str]) -> Iterator[Hypothesis]:
+    """Yield exchanges of the two directions of a recurrent layer, and one direction for both."""
+    ways = [(x, f"{x}_reverse") for x in names if f"{x}_reverse" in names]
+    if not ways:
+        return
+    yield _exchange(ways, f"the directions of {path}", path)
+    for taken, (one, two) in (("forward", (0, 1)), ("backward", (1, 0))):
+        shared = {("state", pair[two]): Ref("state", pair[one]) for pair in ways}
+        words = f"the {taken} parameters of {path} in both directions"
+        yield Hypothesis("swapped-parameters", words, {}, shared, kind="load", path=path)
+
+
+def _exchanged_modules(
+    search: Search, path: str, other: str, modules: Mapping[str, Sequence[str]]
+) -> Iterator[Hypothesis]:
+    """Yield the exchange of the parameters of two modules, together and one by one."""
+    mine = modules.get(path, [])
+    pairs = list(zip(mine, modules[other], strict=False))
+    if len(mine) != len(modules[other]) or not all(_are_alike(search, x, y) for x, y in pairs):
+        return
+    at = min(path, other)
+    yield _exchange(pairs, f"the parameters of {path} and {other}", at)
+    # of a single pair the exchange of the modules is that of the pair
+    if len(pairs) > 1:
+        for pair in pairs:
+            yield _exchange([pair], " and ".join(pair), at)
 
 
 def _blocks_of_a_module(search: Search, path: str, names: Sequence[str]) -> Iterator[Hypothesis]:
@@ -1101,12 +1220,14 @@ def _blocks_of_a_module(search: Search, path: str, names: Sequence[str]) -> Iter
     rows = {n: len(search.matching.run.leaves["state", n]) for n in names}
     for size in dict.fromkeys(rows.values()):
         both = [n for n in names if rows[n] == size]
-        for k in (3, 4) if len(both) > 1 else ():
-            for i, j in combinations(range(k), 2) if size % k == 0 and size > k else ():
+        # queries, keys and values are three blocks, the gates of an LSTM four
+        for k in (3, 4):
+            if len(both) < 2 or size % k or size <= k:
+                continue
+            for i, j in combinations(range(k), 2):
                 words = f"blocks {i} and {j} of {k} of {' and '.join(both)} exchanged"
-                leaves = {
-                    ("state", n): lambda v, b=(k, i, j): swapped_blocks_of(v, 0, *b) for n in both
-                }
+                exchange = partial(swapped_blocks_of, dim=0, k=k, a=i, b=j)
+                leaves = dict.fromkeys((("state", n) for n in both), exchange)
                 yield Hypothesis("blocks-swapped", words, {}, leaves, kind="load", path=path)
 
 
@@ -1120,41 +1241,54 @@ def _nearest_modules(path: str, modules: Mapping[str, Any]) -> list[str]:
 
 def rewired(search: Search, place: int) -> Iterator[Hypothesis]:
     """Yield that two tensors, or two numbers, are exchanged in what a line computes."""
+    line = _line_of(search, place)
+    yield from _exchanged_numbers(search, line)
     calls = search.program.calls
-    run = search.matching.run
-    own = search.program.calls[place]
-    inside = [
-        place,
-        *search.read_by(
-            [place], 4, lambda i: (calls[i].where, calls[i].path) == (own.where, own.path)
-        ),
-    ]
-    line = [
-        i for i in dict.fromkeys(inside) if (calls[i].where, calls[i].path) == (own.where, own.path)
-    ]
+    refs = list(dict.fromkeys(chain.from_iterable(calls[i].refs for i in line)))[:12]
+    for u, v in combinations(refs, 2):
+        if not _may_be_exchanged(search, u, v):
+            continue
+        change = _reading({u: v, v: u})
+        changes = {i: change for i in line if not {u, v}.isdisjoint(calls[i].refs)}
+        cause = "operands-swapped"
+        if "input" in (u.kind, v.kind):
+            cause = "other-input"
+        elif calls[place].name in ("cat", "stack"):
+            cause = "order-of-parts"
+        words = f"{_named(search, u)} and {_named(search, v)} exchanged"
+        yield Hypothesis(cause, words, changes)
+
+
+def _line_of(search: Search, place: int) -> list[int]:
+    """Return a call and those of its line that it reads."""
+    calls = search.program.calls
+    own = calls[place].where, calls[place].path
+
+    def is_inside(i: int) -> bool:
+        return (calls[i].where, calls[i].path) == own
+
+    inside = dict.fromkeys([place, *search.read_by([place], 4, is_inside)])
+    return [i for i in inside if is_inside(i)]
+
+
+def _exchanged_numbers(search: Search, line: Sequence[int]) -> Iterator[Hypothesis]:
+    calls = search.program.calls
     for i, k in combinations(line, 2):
-        one, two = (c.args[1] if len(c.args) > 1 else None for c in (calls[i], calls[k]))
-        if (
-            calls[i].name == calls[k].name
-            and isinstance(one, float)
-            and isinstance(two, float)
-            and one != two
-        ):
+        one = _number_in(calls[i])
+        two = _number_in(calls[k])
+        are_real = isinstance(one, float) and isinstance(two, float)
+        if are_real and calls[i].name == calls[k].name and one != two:
             changes = {i: of_operand(1, lambda v, n=two: n), k: of_operand(1, lambda v, n=one: n)}
             yield Hypothesis("operands-swapped", f"{one:g} and {two:g} exchanged", changes)
-    refs = list(dict.fromkeys(r for i in line for r in calls[i].refs))[:12]
-    for u, v in combinations(refs, 2):
-        x = run.get(u)
-        y = run.get(v)
-        tensors = isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)
-        if tensors and x.shape == y.shape and x.dtype == y.dtype and {u.kind, v.kind} != {"state"}:
-            change = _reading({u: v, v: u})
-            changes = {i: change for i in line if not {u, v}.isdisjoint(calls[i].refs)}
-            exchanged = "order-of-parts" if own.name in ("cat", "stack") else "operands-swapped"
-            cause = "other-input" if "input" in (u.kind, v.kind) else exchanged
-            yield Hypothesis(
-                cause, f"{_named(search, u)} and {_named(search, v)} exchanged", changes
-            )
+
+
+def _may_be_exchanged(search: Search, u: Ref, v: Ref) -> bool:
+    """Return whether two tensors are of one shape and dtype, and not both parameters."""
+    x = search.matching.run.get(u)
+    y = search.matching.run.get(v)
+    if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
+        return False
+    return x.shape == y.shape and x.dtype == y.dtype and {u.kind, v.kind} != {"state"}
 
 
 def _reading(instead: Mapping[Ref, Ref]) -> Change:
@@ -1195,27 +1329,37 @@ def together(search: Search, place: int) -> Iterator[Hypothesis]:
 
 def swapped_blocks(search: Search, place: int) -> Iterator[Hypothesis]:
     """Yield that a call, or the whole module that it is in, is done after what comes behind it."""
-    program = search.program
-    run = search.matching.run
+    for block in ([place], *_modules_with(search.program, place)):
+        yield from _done_later(search, place, block)
+
+
+def _modules_with(program: TorchProgram, place: int) -> Iterator[list[int]]:
+    """Yield the calls of a module, one after the other, that have a place among them."""
     calls = program.calls
-    modules = (
-        list(own) for path, own in groupby(range(len(calls)), lambda i: calls[i].path) if path
-    )
-    for block in ([place], *(own for own in modules if place in own and len(own) > 1)):
-        read = dict.fromkeys(
-            r for i in block for r in calls[i].refs if r.kind not in block and r.kind != "state"
-        )
-        whole = [r for r in read if run.get(r).is_floating_point()]
-        for end in islice(
-            walked(block[-1:], lambda i: program.readers.get(Ref(i, 0), []), 16), 20 * bool(whole)
-        ):
-            if not calls[end].mutates and calls[end].path != LOSS:
-                first = calls[block[0]]
-                second = calls[end]
-                named = first.path if len(block) > 1 else first.label
-                cause = "eps-place" if _adds_little(second) and "sqrt" in first.name else "order"
-                change = _exchanged(program, whole[0], Ref(block[-1], 0), end)
-                yield Hypothesis(cause, f"{second.label} before {named}", {end: change}, at=place)
+    for path, grouped in groupby(range(len(calls)), lambda i: calls[i].path):
+        own = list(grouped)
+        if path and place in own and len(own) > 1:
+            yield own
+
+
+def _done_later(search: Search, place: int, block: Sequence[int]) -> Iterator[Hypothesis]:
+    program = search.program
+    calls = program.calls
+    read = dict.fromkeys(chain.from_iterable(calls[i].refs for i in block))
+    outside = [r for r in read if r.kind not in block and r.kind != "state"]
+    whole = [r for r in outside if search.matching.run.get(r).is_floating_point()]
+    if not whole:
+        return
+    first = calls[block[0]]
+    named = first.path if len(block) > 1 else first.label
+    # a residual branch may be long: what stands further behind is another block's
+    behind_it = walked(list(block[-1:]), lambda i: program.readers.get(Ref(i, 0), []), 16)
+    for end in islice(behind_it, 20):
+        second = calls[end]
+        if not second.mutates and second.path != LOSS:
+            cause = "eps-place" if _adds_little(second) and "sqrt" in first.name else "order"
+            change = {end: _exchanged(program, whole[0], Ref(block[-1], 0), end)}
+            yield Hypothesis(cause, f"{second.label} before {named}", change, at=place)
 
 
 def _exchanged(program: TorchProgram, before: Ref, after: Ref, end: int) -> Change:

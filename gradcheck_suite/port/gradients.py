@@ -129,23 +129,7 @@ def _frontier(sides: Sides, point: Point, run: TorchRun, names: Iterable[str]) -
     first.
     """
     program = sides.torch_program(point)
-    bounds = sides.bounds(point)
-    theirs = [g for g in sides.jax_run(point).gradients if g is not None]
-    theirs += list(sides.jax_run(point).input_gradients.values())
-    tolerance = max(10 * RESOLUTION, bounds.outputs if bounds.rounded else 0.0)
-    numbers = Numbers([*sides.cotangents(point), *theirs], tolerance)
-    every = {Ref(i, j): v for i, values in enumerate(run.values) for j, v in enumerate(values)}
-    tensors = {
-        r: v
-        for r, v in every.items()
-        if torch.is_tensor(v) and v.requires_grad and v.is_floating_point()
-    }
-    grads = torch.autograd.grad(
-        run.loss, list(tensors.values()), allow_unused=True, retain_graph=True
-    )
-    status = {
-        ref: numbers.holds(array(g)) for ref, g in zip(tensors, grads, strict=True) if g is not None
-    }
+    status = _cotangents_matched(sides, point, run)
     inputs = {input_name(int(i)): Ref(kind, i) for kind, i in program.given if kind == "input"}
     found = set[int]()
     seen = set[Ref]()
@@ -156,14 +140,32 @@ def _frontier(sides: Sides, point: Point, run: TorchRun, names: Iterable[str]) -
             continue
         seen.add(ref)
         for reader in program.readers.get(ref, []):
-            outs = [
-                out for j in range(len(run.values[reader])) if (out := Ref(reader, j)) in status
-            ]
+            results = [Ref(reader, j) for j in range(len(run.values[reader]))]
+            outs = [out for out in results if out in status]
             if any(status[out] is False for out in outs):
                 todo += outs
             elif outs:
                 found.add(reader)
     return sorted(found, reverse=True)
+
+
+def _cotangents_matched(sides: Sides, point: Point, run: TorchRun) -> dict[Ref, bool | None]:
+    """Return, for each result of torch that has a gradient, whether the port has that gradient."""
+    bounds = sides.bounds(point)
+    theirs = [g for g in sides.jax_run(point).gradients if g is not None]
+    theirs += list(sides.jax_run(point).input_gradients.values())
+    tolerance = max(10 * RESOLUTION, bounds.outputs if bounds.rounded else 0.0)
+    numbers = Numbers([*sides.cotangents(point), *theirs], tolerance)
+    tensors: dict[Ref, torch.Tensor] = {}
+    for i, values in enumerate(run.values):
+        for j, value in enumerate(values):
+            if torch.is_tensor(value) and value.requires_grad and value.is_floating_point():
+                tensors[Ref(i, j)] = value
+    grads = torch.autograd.grad(
+        run.loss, list(tensors.values()), allow_unused=True, retain_graph=True
+    )
+    pairs = zip(tensors, grads, strict=True)
+    return {ref: numbers.holds(array(g)) for ref, g in pairs if g is not None}
 
 
 def place_gradient(
@@ -204,7 +206,7 @@ def _candidates(
     program: TorchProgram, run: TorchRun, frontier: Sequence[int]
 ) -> Iterator[Hypothesis]:
     """Yield other gradients: at a call, then at all calls that have something in common with it."""
-    at_calls = (h for index in frontier for h in _at_call(program, run, index))
+    at_calls = chain.from_iterable(_at_call(program, run, index) for index in frontier)
     for hypothesis in chain(_with_more(program), at_calls):
         scopes = [hypothesis.changes]
         scopes += [repeated(program, hypothesis, alike) for alike in ALIKE[-2:]]
@@ -240,7 +242,7 @@ def own_rule(program: JaxProgram) -> str:
         for e in program.all_equations
         if e.primitive.name in CUSTOM and e.primitive.name != "custom_jvp_call"
     ]
-    return next((where for e in rules if (where := line_of(e))), "")
+    return next(filter(None, map(line_of, rules)), "")
 
 
 def stops(program: JaxProgram) -> str:
@@ -339,8 +341,9 @@ def _with_more(program: TorchProgram) -> Iterator[Hypothesis]:
         change = _other_stopped(Ref(i, 0), program.calls[i].args[0])
         exchanged |= dict.fromkeys(program.readers.get(Ref(i, 0), []), change)
     few = list(exchanged.items())[-DETACHED:]
-    for changes in (dict(group) for n in (1, 2) for group in combinations(few, n)):
-        words = "a gradient of the operand that torch detaches, and none of the other"
+    words = "a gradient of the operand that torch detaches, and none of the other"
+    for group in chain(combinations(few, 1), combinations(few, 2)):
+        changes = dict(group)
         yield Hypothesis("stop-gradient", words, changes, at=min(changes))
 
 

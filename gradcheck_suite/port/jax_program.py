@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import jax
@@ -23,12 +24,12 @@ from jax.extend import core as jex
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from gradcheck_suite.core.jax_equations import scan_parts
-from gradcheck_suite.port.pair import Array, first_of_author, is_float, is_number
+from gradcheck_suite.port.pair import LOWER, Array, first_of_author, is_float, is_number
 from gradcheck_suite.reference.evaluation import ProgramRequest
 from gradcheck_suite.reference.programs import PROGRAMS
 
 CAST = "convert_element_type"
-LOW = (np.dtype("float32"), np.dtype("float16"), jnp.dtype("bfloat16"))
+LOW = tuple(jnp.dtype(name) for name in LOWER)
 DTYPES = ("new_dtype", "preferred_element_type", "dtype")
 INLINE = frozenset(
     [
@@ -224,24 +225,13 @@ class Interpreter:
             return values[:1]
         if self._cast_at and name == CAST and line_of(eqn) == self._cast_at:
             values = [jnp.asarray(v).astype(params["new_dtype"]) for v in values]
-        opaque = name in CUSTOM or any(
-            isinstance(v, jex.Jaxpr | jex.ClosedJaxpr) for v in params.values()
-        )
-        if opaque:
+        if name in CUSTOM or any(map(_is_jaxpr, params.values())):
             self.rounded |= any(_is_low(v.aval) for v in eqn.invars)
             values = [_cast(v, var.aval) for v, var in zip(values, eqn.invars, strict=True)]
         elif name != "bitcast_convert_type":
-            for key in DTYPES:
-                if params.get(key) is not None and jnp.dtype(params[key]) in LOW:
-                    params[key] = np.dtype("float64")
+            params |= {key: np.dtype("float64") for key in DTYPES if _names_low(params.get(key))}
             values = [lifted(v) for v in values]
-        given = eqn.primitive.get_bind_params(params)
-        # JAX 0.9 gives the functions that come before the values apart from the parameters, later
-        # ones among them
-        functions, given = given if isinstance(given, tuple) else ([], given)
-        out = eqn.primitive.bind(*functions, *values, **given)
-        outs = list(out) if eqn.primitive.multiple_results else [out]
-        return [lifted(o) for o in outs]
+        return [lifted(o) for o in _bound(eqn, params, values)]
 
     def _scan(self, eqn: Any, values: list[Any], eps: Any) -> tuple[list[Any], Any]:
         p = eqn.params
@@ -262,7 +252,8 @@ class Interpreter:
 
     def _while(self, eqn: Any, values: list[Any]) -> list[Any]:
         p = eqn.params
-        test, body = _open(p["cond_jaxpr"]), _open(p["body_jaxpr"])
+        test = _open(p["cond_jaxpr"])
+        body = _open(p["body_jaxpr"])
         for_test, for_body, carry = _cut(values, p["cond_nconsts"], p["body_nconsts"])
         return list(
             jax.lax.while_loop(
@@ -281,6 +272,26 @@ class Interpreter:
         each = zip(*[outs for outs, _ in runs], strict=True)
         outs = [jax.lax.select_n(index, *o) if len(o) > 1 else o[0] for o in each]
         return outs, [inside for _, inside in runs]
+
+
+def _bound(eqn: Any, params: dict[str, Any], values: list[Any]) -> list[Any]:
+    """Return the results of an equation's primitive with other parameters and values."""
+    given = eqn.primitive.get_bind_params(params)
+    functions: list[Any] = []
+    # JAX 0.9 gives the functions that come before the values apart from the parameters, later ones
+    # among them
+    if isinstance(given, tuple):
+        functions, given = given
+    out = eqn.primitive.bind(*functions, *values, **given)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return isinstance(value, jex.Jaxpr | jex.ClosedJaxpr)
+
+
+def _names_low(dtype: Any) -> bool:
+    return dtype is not None and jnp.dtype(dtype) in LOW
 
 
 def _is_key(value: Any) -> bool:
@@ -333,9 +344,8 @@ def _traced(function: Callable[..., Any], example: Any) -> Any:
 def line_of(eqn: Any) -> str:
     """Return `file:line` of the innermost frame of the author's code that made an equation."""
     trace = eqn.source_info.traceback
-    return first_of_author(
-        (frame.file_name, frame.line_num) for frame in (trace.frames if trace is not None else ())
-    )
+    frames = trace.frames if trace is not None else ()
+    return first_of_author((frame.file_name, frame.line_num) for frame in frames)
 
 
 def _with_inner(closed: Any) -> Iterator[tuple[Any, list[Any]]]:
@@ -344,14 +354,15 @@ def _with_inner(closed: Any) -> Iterator[tuple[Any, list[Any]]]:
     yield jaxpr, consts
     for eqn in jaxpr.eqns:
         for value in eqn.params.values():
-            for part in value if isinstance(value, tuple | list) else (value,):
+            parts = value if isinstance(value, tuple | list) else (value,)
+            for part in parts:
                 if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
                     yield from _with_inner(part)
 
 
 def equations_in(jaxpr: Any) -> list[Any]:
     """Return all equations, also those inside of others."""
-    return [eqn for inner, _ in _with_inner(jaxpr) for eqn in inner.eqns]
+    return list(chain.from_iterable(inner.eqns for inner, _ in _with_inner(jaxpr)))
 
 
 def digest(closed: Any) -> str:
@@ -360,12 +371,8 @@ def digest(closed: Any) -> str:
     """
     digest = hashlib.sha256(re.sub(r"0x[0-9a-f]+|\bat \S+>", "", str(closed)).encode())
     for jaxpr, consts in _with_inner(closed):
-        arrays = [
-            v.val
-            for e in jaxpr.eqns
-            for v in e.invars
-            if isinstance(v, jex.Literal) and np.ndim(v.val)
-        ]
+        read = chain.from_iterable(e.invars for e in jaxpr.eqns)
+        arrays = [v.val for v in read if isinstance(v, jex.Literal) and np.ndim(v.val)]
         for value in (*consts, *arrays):
             if is_number(value):
                 digest.update(np.ascontiguousarray(np.asarray(value)).tobytes())
@@ -465,7 +472,8 @@ class JaxProgram:
         self._extras = len(shape[1])
         self.all_equations = equations_in(self.jaxpr)
         self.primitives = {e.primitive.name for e in self.all_equations}
-        avals = [v.aval for e in self.all_equations for v in e.outvars]
+        made = chain.from_iterable(e.outvars for e in self.all_equations)
+        avals = [v.aval for v in made]
         self.is_low = any(getattr(a, "dtype", None) in LOW for a in avals)
         self.rounded = False
         self._made: dict[str, Any] = {}

@@ -46,8 +46,8 @@ from gradcheck_suite.port.pair import (
 from gradcheck_suite.port.precision import precision_findings
 from gradcheck_suite.port.result import Kind, MapRow, PortFinding, PortResult
 from gradcheck_suite.port.running_statistics import statistic_faults
-from gradcheck_suite.port.search import LEAST, Found, Repairs, Search
-from gradcheck_suite.port.sides import Point, Sides, exchanged
+from gradcheck_suite.port.search import LEAST, PLACES, Found, Repairs, Search
+from gradcheck_suite.port.sides import Point, Sides, exchanged, input_name
 from gradcheck_suite.port.sizes import expect_sizes
 from gradcheck_suite.port.torch_program import (
     LOSS,
@@ -122,7 +122,7 @@ class Judge:
         self.repairs = Repairs()
         self._repaired: list[Repair] = []
         self._is_over = False
-        self._opaque = False
+        self._opaque: _Opaque | None = None
         self._is_explained = False
         self.map_rows: tuple[MapRow, ...] = ()
         self._budget = Budget()
@@ -212,9 +212,8 @@ class Judge:
         finding = PortFinding(kind, place or "", cause, f"{words}{means}{after}", **more)
         known = {(f.kind, f.place, f.cause) for f in (*self.findings, *self.accepted)}
         if (finding.kind, finding.place, finding.cause) not in known:
-            accepted = set(cause.split(" and ")) <= {
-                a for name in self.pair.accept for a in name.split(" and ")
-            }
+            named = set(" and ".join(self.pair.accept).split(" and "))
+            accepted = set(cause.split(" and ")) <= named
             (self.accepted if accepted else self.findings).append(finding)
         return finding
 
@@ -244,31 +243,45 @@ class Judge:
         return off > self.sides.bounds(self.sides.given).outputs
 
     def _not_loaded(self, name: str, gone: Array) -> None:
-        own = name.rpartition(".")[2]
-        constant = None
-        for leaf, value in zip(self.map.leaves, self.sides.leaves, strict=True):
-            if leaf is not None and leaf.is_constant and leaf.index.size == gone.size:
-                constant = leaf, np.asarray(value).reshape(-1)
         whole = bool(gone.all())
-        neutral = np.zeros(gone.shape)
-        if constant is not None and np.ptp(constant[1]) == 0:
-            neutral = np.full(gone.shape, constant[1][0])
-        elif whole and gone.ndim == 1 and ("weight" in own or own == "running_var"):
-            neutral = np.ones(gone.shape)
-        if whole and is_neutral(self.map.base[name]):
-            neutral = self.map.base[name]
-        parameters = self.sides.torch_program(self.sides.given).parameters
-        is_buffer = name not in parameters
-        cause = "not-loaded" if constant is not None or is_buffer else "unused-parameter"
-        cause = "missing-bias" if cause == "unused-parameter" and "bias" in own else cause
+        start = self._start_of_leaf(gone.size)
         what = "no element of it" if whole else f"{int((~gone).sum())} of its {gone.size} elements"
         words = f"expected {name} {gone.shape} in the JAX parameters, observed {what}"
-        words += f"; {constant[0].path} stays at {constant[1][0]:g}" if constant is not None else ""
+        words += f"; {start.path} stays at {start.values[0]:g}" if start is not None else ""
+        cause = self._why_not_loaded(name, start)
         finding = self._add("load", name.rpartition(".")[0], cause, words)
-        mask, fixed = torch.as_tensor(gone), torch.as_tensor(neutral)
+        mask = torch.as_tensor(gone)
+        fixed = torch.as_tensor(self._without_parameter(name, gone, start))
         self._unloaded.add(name)
         leaves = {("state", name): lambda v: torch.where(mask, fixed, v)}
         self._repair(Hypothesis(cause, "", leaves=leaves), finding)
+
+    def _start_of_leaf(self, size: int) -> _Start | None:
+        """Return the last leaf of a size that comes from nothing of torch's."""
+        found = None
+        for leaf, value in zip(self.map.leaves, self.sides.leaves, strict=True):
+            if leaf is not None and leaf.is_constant and leaf.index.size == size:
+                found = _Start(leaf.path, np.asarray(value).reshape(-1))
+        return found
+
+    def _why_not_loaded(self, name: str, start: _Start | None) -> str:
+        parameters = self.sides.torch_program(self.sides.given).parameters
+        if start is not None or name not in parameters:
+            return "not-loaded"
+        return "missing-bias" if "bias" in name.rpartition(".")[2] else "unused-parameter"
+
+    def _without_parameter(self, name: str, gone: Array, start: _Start | None) -> Array:
+        """Return what the port has in place of elements of torch's state."""
+        own = name.rpartition(".")[2]
+        whole = bool(gone.all())
+        if whole and is_neutral(self.map.base[name]):
+            return self.map.base[name]
+        if start is not None and np.ptp(start.values) == 0:
+            return np.full(gone.shape, start.values[0])
+        is_scale = "weight" in own or own == "running_var"
+        return (
+            np.ones(gone.shape) if whole and gone.ndim == 1 and is_scale else np.zeros(gone.shape)
+        )
 
     def _untied(self) -> None:
         """Judge that what torch ties is one leaf: each of two is stepped by its own part of the
@@ -445,7 +458,7 @@ class Judge:
         if not first or (not loss and _has_same_outputs(matching)):
             is_reordered = not loss and _has_same_outputs(matching)
             return self._elsewhere(matching, ends, numbers, after, is_reordered=is_reordered)
-        return self._unknown(search, first[0], numbers, after)
+        return self._unknown(search, point, first[0], numbers, after)
 
     def _are_outputs_exchanged(self, point: Point, numbers: Mapping[str, Any]) -> bool:
         """Return whether the port has torch's outputs at each other's places or names, which is
@@ -519,7 +532,14 @@ class Judge:
         )
         self._repair(hypothesis, finding)
 
-    def _unknown(self, search: Search, index: int, numbers: Mapping[str, Any], after: str) -> bool:
+    def _unknown(
+        self,
+        search: Search,
+        point: Point,
+        index: int,
+        numbers: Mapping[str, Any],
+        after: str,
+    ) -> bool:
         """Add a finding without a cause.
 
         Return whether the port's value could be put in its place.
@@ -547,7 +567,9 @@ class Judge:
         best = self._value_put_in(search, index)
         if best is None or sum(f.cause == "unknown" for f in self.findings) > 2:
             return False
-        self._opaque = True  # the port's value is a constant: gradients do not pass through it
+        # the port's value is a constant: gradients do not pass through it
+        before = self._opaque.calls if self._opaque is not None else ()
+        self._opaque = _Opaque(point, (*before, *best.changes))
         self._repair(best, finding)
         return True
 
@@ -557,24 +579,32 @@ class Judge:
         self.repairs = self.repairs.plus(hypothesis)
 
     def _value_put_in(self, search: Search, index: int) -> Hypothesis | None:
-        """Return the port's value in place of a call's result, if what is behind it agrees then."""
-        matching = search.matching
-        out = matching.run.seen[index][0]
+        """Return the port's value in place of the result of the first lost call or of one behind
+        it, if what follows agrees then.
+        """
+        numbers = search.matching.lost_numbers
+        behind = [i for i in search.region if i > index]
 
-        def tried(theirs: Array) -> Explanation[Hypothesis] | None:
-            fixed = torch.as_tensor(np.array(aligned(theirs, array(out))))
-            if fixed.shape != out.shape:
+        def candidates() -> Iterator[tuple[int, Array]]:
+            for place in (index, *behind[:PLACES]):
+                out = search.matching.run.seen[place][0]
+                if isinstance(out, torch.Tensor):
+                    for i in numbers.of_size(out.numel())[:PUT_IN]:
+                        yield place, aligned(numbers.arrays[i], array(out))
+
+        def tried(candidate: tuple[int, Array]) -> Explanation[Hypothesis] | None:
+            place, theirs = candidate
+            fixed = torch.as_tensor(np.array(theirs))
+            if fixed.shape != search.matching.run.seen[place][0].shape:
                 return None
             put: Change = lambda c, a, k, g: [fixed.clone(), *flat(c.op(*a, **k))[1:]]  # noqa: E731 - typed
-            hypothesis = Hypothesis("unknown", "", {index: put})
-            found = search.test(index, hypothesis)
+            hypothesis = Hypothesis("unknown", "", {place: put})
+            found = search.test(place, hypothesis)
             if found is None or not (found.error <= search.close or found.gained >= LEAST):
                 return None
             return Explanation(hypothesis, found.error <= search.close, found.gained)
 
-        alike = matching.lost_numbers.of_size(out.numel())[:PUT_IN]
-        values = (matching.lost_numbers.arrays[i] for i in alike)
-        best = best_explanation(values, tried, Budget())
+        best = best_explanation(candidates(), tried, Budget())
         return None if best is None else best.value
 
     def _statistics(self) -> None:
@@ -615,13 +645,18 @@ class Judge:
     def _gradients(self) -> None:
         if not self._is_explained:
             return
-        if self._opaque:
-            self.notes.append(
-                "gradients were not compared: an unknown difference of values comes before"
+        points = self.sides.points
+        skip = {str(key[1]) for key in self.repairs.leaves if key[0] == "state"} | self._unloaded
+        if self._opaque is not None:
+            # the values that were put in are those of one input
+            points = [self._opaque.point]
+            skip |= self._before(self._opaque)
+            self._note(
+                "gradients were compared of what comes behind the unknown difference alone: those of"
+                " what comes before it go through it"
             )
-            return
         self.judged.append("gradients")
-        for point in self.sides.points:
+        for point in points:
             try:
                 program = self.sides.torch_program(point)
                 self._run(point)
@@ -632,15 +667,31 @@ class Judge:
                 continue
             if not torch.isfinite(run.loss):
                 continue
-            skip = {
-                str(key[1]) for key in self.repairs.leaves if key[0] == "state"
-            } | self._unloaded
             wrong = wrong_gradients(self.sides, point, expected, skip)
             for _ in range(4):
                 if wrong:
                     wrong = self._gradient_fault(point, wrong, skip)
             if self.findings:
                 return
+
+    def _before(self, opaque: _Opaque) -> set[str]:
+        """Return the parameters and inputs on which calls depend whose results were put in."""
+        program = self.sides.torch_program(opaque.point)
+        upstream = {*opaque.calls}
+        todo = list(opaque.calls)
+        found = set[str]()
+        while todo:
+            for ref in program.calls[todo.pop()].refs:
+                if ref.kind == "state":
+                    found.add(str(ref.index))
+                elif ref.kind == "input":
+                    found.add(input_name(int(ref.index)))
+                elif isinstance(ref.kind, int) and ref.kind not in upstream:
+                    upstream.add(ref.kind)
+                    todo.append(ref.kind)
+        # a tied parameter has its gradient from both of its places
+        tied = {self.map.offsets[n] for n in found if n in self.map.offsets}
+        return found | {n for n, start in self.map.offsets.items() if start in tied}
 
     def _gradient_fault(
         self, point: Point, wrong: dict[str, float], skip: set[str]
@@ -735,19 +786,16 @@ class Judge:
             return
         dtype = self._options.dtype
         try:
-            for words, error, allowed, where in precision_findings(self.sides, dtype):
-                if error > allowed:
-                    self._add(
-                        "precision",
-                        "",
-                        "low-precision",
-                        words,
-                        jax=where,
-                        error=error,
-                        allowed=allowed,
-                    )
-                else:
-                    self._note(words)
+            for one in precision_findings(self.sides, dtype):
+                if one.error <= one.allowed:
+                    self._note(one.words)
+                    continue
+                self._add(
+                    *("precision", "", "low-precision", one.words),
+                    jax=one.line,
+                    error=one.error,
+                    allowed=one.allowed,
+                )
         except Exception as problem:  # not every model runs in every dtype
             self._note(
                 f"{dtype} was not compared: {type(problem).__name__}: {problem}".splitlines()[0][
@@ -817,6 +865,22 @@ class Judge:
             if name in program.parameters:
                 scaled = Hypothesis("", "", leaves={("state", name): lambda v: v * (1 + 1e-6)})
                 yield _Planted(scaled, f"{name} times 1 + 1e-6", is_last=True)
+
+
+@dataclass(frozen=True)
+class _Opaque:
+    """An input at which the port's values were put in place of torch's, and the calls where."""
+
+    point: Point
+    calls: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Start:
+    """A leaf that stays at its initial value: its path, and its numbers."""
+
+    path: str
+    values: Array
 
 
 @dataclass

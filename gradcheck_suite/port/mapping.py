@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations, permutations
+from itertools import chain, combinations, permutations
 from typing import Any
 
 import jax.numpy as jnp
@@ -120,14 +120,8 @@ class StateMap:
         self.leaves: list[Leaf | None] = (
             self._by_values() if self._drawn_by_author else _by_given_values(self)
         )
-        unknown = any(leaf is not None and not leaf.known for leaf in self.leaves)
-        none = not any(leaf is not None and _comes_from_torch(leaf) for leaf in self.leaves)
-        if self._drawn_by_author and pair.load is None and (unknown or none):
-            # the author's function returns what was made before, or copies the module
-            given = _by_given_values(self)
-            if sum(map(_comes_from_torch, given)) > sum(map(_comes_from_torch, self.leaves)):
-                self.leaves = given
-                self._drawn_by_author = False
+        if pair.load is None and self._drawn_by_author:
+            self._take_given_values()
         if not any(leaf is not None and not leaf.is_constant for leaf in self.leaves):
             raise UsageError(
                 "no parameter in common: no element of params has a value of the module's state"
@@ -136,6 +130,18 @@ class StateMap:
         buffers = self._loaded_buffers() if pair.load is not None else set()
         self.moves_buffers = bool(buffers)
         self.movable |= buffers
+
+    def _take_given_values(self) -> None:
+        """Map by the given values where the author's function returns what was made before, or
+        copies the module.
+        """
+        leaves = [leaf for leaf in self.leaves if leaf is not None]
+        none = not any(map(_comes_from_torch, leaves))
+        if none or not all(leaf.known for leaf in leaves):
+            given = _by_given_values(self)
+            if sum(map(_comes_from_torch, given)) > sum(map(_comes_from_torch, self.leaves)):
+                self.leaves = given
+                self._drawn_by_author = False
 
     def _computed_tables(self) -> set[str]:
         """Return the frozen parameters that no leaf comes from: tables that the port computes, as a
@@ -522,12 +528,10 @@ def _nearest_name(
     if not options:
         return None
     beside = leaf.path.rpartition(".")[0]
-    modules = {
-        source.rpartition(".")[0]
-        for other in known
-        if other is not None and other.path.rpartition(".")[0] == beside
-        for source in state_map.sources(other)
-    }
+    leaves = [other for other in known if other is not None]
+    near = [other for other in leaves if other.path.rpartition(".")[0] == beside]
+    sources = chain.from_iterable(map(state_map.sources, near))
+    modules = {source.rpartition(".")[0] for source in sources}
     words = {_ALIKE.get(w, w) for w in re.findall(r"[a-z]+|\d+", leaf.path.lower())}
 
     def score(name: str) -> tuple[bool, int]:

@@ -6,9 +6,10 @@ first call that is not matched though all that it reads is, on a path that leads
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -100,7 +101,8 @@ class Matching:
         self.side = side
         self._sources: dict[Ref, list[Ref]] = {}
         self.status = [self._status(i) for i in range(len(program.calls))]
-        mine = [array(v) for values in run.seen for v in values if isinstance(v, torch.Tensor)]
+        every = chain.from_iterable(run.seen)
+        mine = [array(v) for v in every if isinstance(v, torch.Tensor)]
         mine += [array(v) for v in run.leaves.values()]
         known = Numbers([*mine, *self._inside_of_calls()], side.tolerance)
         self.lost = [
@@ -165,13 +167,12 @@ class Matching:
         if ref not in self._sources:
             found = [ref]
             if isinstance(ref.kind, int) and self.status[ref.kind] is None:
-                found = list(
-                    dict.fromkeys(
-                        s for r in self.program.calls[ref.kind].refs for s in self.sources(r)
-                    )
-                )
+                found = list(dict.fromkeys(self._sources_of(self.program.calls[ref.kind].refs)))
             self._sources[ref] = found
         return self._sources[ref]
+
+    def _sources_of(self, refs: Iterable[Ref]) -> Iterator[Ref]:
+        return chain.from_iterable(map(self.sources, refs))
 
     def is_lost(self, ref: Ref) -> bool:
         """Return whether a tensor has numbers that the port has not."""
@@ -181,7 +182,7 @@ class Matching:
 
     def region(self, ends: Sequence[Ref]) -> tuple[list[int], list[int]]:
         """Return the calls between the last matched ones and some ends, and the first among them."""
-        todo = [s for e in ends for s in self.sources(e)]
+        todo = list(self._sources_of(ends))
         seen: set[int] = set()
         while todo:
             ref = todo.pop()
@@ -191,7 +192,7 @@ class Matching:
                 and self.status[ref.kind] is False
             ):
                 seen.add(ref.kind)
-                todo += [s for r in self.program.calls[ref.kind].refs for s in self.sources(r)]
+                todo += self._sources_of(self.program.calls[ref.kind].refs)
         first = [
             i for i in sorted(seen) if not any(self.is_lost(r) for r in self.program.calls[i].refs)
         ]
@@ -245,9 +246,7 @@ class Matching:
             outs = zip(self.program.outs, self.run.outs, self.side.outs, strict=False)
             found = [ref for ref, mine, other in outs if outputs_error([mine], [other]) > close]
         found = [ref for ref in found if isinstance(ref, Ref)]
-        for source in (
-            s for ref in found if self.run.get(ref).numel() == 1 for s in self.sources(ref)
-        ):
+        for source in self._sources_of(ref for ref in found if self.run.get(ref).numel() == 1):
             if isinstance(
                 source.kind, int
             ):  # one number is in no other order: the port has it elsewhere, by chance

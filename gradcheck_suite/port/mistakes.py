@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
-from itertools import combinations
+from itertools import chain, combinations, product
 from typing import Any
 
 import torch
@@ -84,28 +84,34 @@ def _norm(
 
     `groups` and `apart` are of group norm, `running` of batch norm.
     """
-    x = a.first
     eps = a.values.get("eps") or torch.finfo(torch.float64).eps
     if groups or "group" in a.values:
-        n = groups or a.group
-        inside = x.shape[1] // (groups or a.group)
-        parts = x.unflatten(1, (inside, n)).transpose(1, 2).flatten(1, 2) if apart else x
-        parts = plain_norm(parts.reshape(len(x), n, -1), (2,), eps, **how).reshape(x.shape)
-        return _scaled(
-            a, parts.unflatten(1, (n, inside)).transpose(1, 2).flatten(1, 2) if apart else parts
-        )
+        return _group_norm(a, groups or a.group, eps, apart=apart, **how)
     if "normalized_shape" in a.values:
         how.setdefault("centre", "bias" in a.values)  # an RMS norm has none
-        return _scaled(
-            a,
-            plain_norm(x, range(-len(a.normalized_shape), 0) if over is None else over, eps, **how),
-        )
-    if running if running is not None else not _trains(a):
-        if a.running_mean is None:
-            raise ValueError("no running statistics")
-        mean, variance = (v.reshape(_across(x)) for v in (a.running_mean, a.running_var))
-        return _scaled(a, (x - mean) / _deviation(variance, eps, how.get("place", "")))
-    return _scaled(a, plain_norm(x, [d for d in range(x.dim()) if d != 1], eps, **how))
+        axes = range(-len(a.normalized_shape), 0) if over is None else over
+        return _scaled(a, plain_norm(a.first, axes, eps, **how))
+    return _batch_norm(a, eps, running=not _trains(a) if running is None else running, **how)
+
+
+def _group_norm(a: Given, n: int, eps: float, *, apart: bool, **how: Any) -> Any:
+    x = a.first
+    inside = x.shape[1] // n
+    parts = x.unflatten(1, (inside, n)).transpose(1, 2).flatten(1, 2) if apart else x
+    parts = plain_norm(parts.reshape(len(x), n, -1), (2,), eps, **how).reshape(x.shape)
+    if apart:
+        parts = parts.unflatten(1, (n, inside)).transpose(1, 2).flatten(1, 2)
+    return _scaled(a, parts)
+
+
+def _batch_norm(a: Given, eps: float, *, running: bool, **how: Any) -> Any:
+    x = a.first
+    if not running:
+        return _scaled(a, plain_norm(x, [d for d in range(x.dim()) if d != 1], eps, **how))
+    if a.running_mean is None:
+        raise ValueError("no running statistics")
+    mean, variance = (v.reshape(_across(x)) for v in (a.running_mean, a.running_var))
+    return _scaled(a, (x - mean) / _deviation(variance, eps, how.get("place", "")))
 
 
 def _trains(a: Given) -> bool:
@@ -124,6 +130,18 @@ NORM_FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "channels of a group that are apart": ("group-order", {"apart": True}),
 }
 NORMS = ".*(layer|group|batch|rms)_norm.*"
+
+
+def _groups_of_axes(n: int) -> list[tuple[int, ...]]:
+    """Return all groups of fewer than n axes, the smaller ones first."""
+    return list(chain.from_iterable(combinations(range(n), size) for size in range(1, n)))
+
+
+def _one_axis_or_all_others(n: int) -> list[list[int]]:
+    found = []
+    for axis in range(n):
+        found += [[axis], [other for other in range(n) if other != axis]]
+    return found
 
 
 # Convolution and pooling.
@@ -172,15 +190,14 @@ def _steps(name: str) -> Callable[[Given, Any], Iterator[tuple[int, int]]]:
     """Return other strides or dilations, each with some numbers of zeros in front."""
 
     def values(a: Given, out: Any) -> Iterator[tuple[int, int]]:
-        for value in range(1, 0 if a.transposed else 5):
+        others = [n for n in range(1, 5) if a.values[name] != [n]]
+        if a.transposed:
+            return
+        for value in others:
             steps = {"stride": max(a.stride), "dilation": max(a.dilation), name: value}
             reach = steps["dilation"] * (a.weight.shape[2] - 1) + 1
             need = (out.shape[2] - 1) * steps["stride"] + reach - a.input.shape[2]
-            for low in (
-                sorted({need // 2, need - need // 2, 0, max(a.padding)})
-                if a.values[name] != [value]
-                else ()
-            ):
+            for low in sorted({need // 2, need - need // 2, 0, max(a.padding)}):
                 yield value, low
 
     return values
@@ -351,9 +368,8 @@ def over(a: Given) -> list[int]:
     """Return the axes of a reduction."""
     dim = a.values.get("dim")
     n = a.first.dim()
-    if dim is None or (isinstance(dim, list | tuple) and not dim):
-        return list(range(n))
-    return sorted(d % n for d in (dim if isinstance(dim, list | tuple) else [dim]))
+    axes: list[Any] = list(dim) if isinstance(dim, list | tuple) else [dim]
+    return list(range(n)) if axes in ([], [None]) else sorted(d % n for d in axes)
 
 
 def _reduced(a: Given, kind: str) -> Any:
@@ -456,8 +472,10 @@ def smoothed(logp: Any, target: Any, eps: float, *, others: bool, weight: Any, i
 def _parts_exchanged(a: Given, places: tuple[int, int]) -> list[Any]:
     outs = a.every()
     i, j = places
-    outs[i], outs[j] = outs[j], outs[i]
-    return outs
+    order = list(range(len(outs)))
+    order[i] = j
+    order[j] = i
+    return [outs[k] for k in order]
 
 
 def _masked(a: Given) -> tuple[Any, Any, Any]:
@@ -546,7 +564,8 @@ def _padded(x: Any, pad: Sequence[int], mode: str) -> Any:
     if mode == "constant":
         return F.pad(x, list(pad))
     for d, low, high in zip(range(x.dim() - 1, -1, -1), pad[::2], pad[1::2], strict=False):
-        n, at = x.shape[d], torch.arange(-low, x.shape[d] + high)
+        n = x.shape[d]
+        at = torch.arange(-low, n + high)
         at = {
             "circular": lambda at=at, n=n: at % n,
             "replicate": lambda at=at, n=n: at.clamp(0, n - 1),
@@ -561,14 +580,11 @@ def _other_pads(a: Given, out: Any) -> list[list[int]]:
 
     The other end first.
     """
-    ends = [[n for i in range(0, len(a.pad), 2) for n in (a.pad[i + 1], a.pad[i])]]
-    most = max(low + high for low, high in zip(a.pad[::2], a.pad[1::2], strict=True))
-    for low in range(most + 1):
-        pairs = zip(a.pad[::2], a.pad[1::2], strict=True)
-        ends.append(
-            [n for one, two in pairs for n in (min(low, one + two), max(one + two - low, 0))]
-        )
-    return ends
+    pairs = list(zip(a.pad[::2], a.pad[1::2], strict=True))
+    ends = [[(high, low) for low, high in pairs]]
+    for first in range(max(map(sum, pairs)) + 1):
+        ends.append([(min(first, sum(pair)), max(sum(pair) - first, 0)) for pair in pairs])
+    return [list(chain.from_iterable(pads)) for pads in ends]
 
 
 def _both(a: Given, out: Any) -> list[str]:
@@ -738,16 +754,14 @@ FORMULAS = (
         ".*layer_norm",
         "normalization over axes {}",
         lambda a, over: _norm(a, over=over),
-        lambda a, out: [o for n in range(1, out.dim()) for o in combinations(range(out.dim()), n)],
+        lambda a, out: _groups_of_axes(out.dim()),
     ),
     Row(
         "norm-axis",
         "_weight_norm.*",
         "the norm over axes {}",
         lambda a, over: a.v * a.g / a.v.pow(2).sum(over, keepdim=True).sqrt(),
-        lambda a, out: (
-            [o for d in range(out.dim()) for o in ([d], [i for i in range(out.dim()) if i != d])]
-        ),
+        lambda a, out: _one_axis_or_all_others(out.dim()),
     ),
     Row(
         "groups",
@@ -878,8 +892,7 @@ FORMULAS = (
             lambda a, p, i=invert, r=put: _added(a, p, invert=i, replace=r),
             _where_masked(NEGATIVE if invert else [f for f in FILLS if f or put]),
         )
-        for invert in (False, True)
-        for put in (False, True)
+        for invert, put in product((False, True), (False, True))
     ),
     Row("missing-mask", "add", "no mask", lambda a, p: _added(a, p), _where_masked([0.0])),
     # parts and orders of elements
@@ -1138,36 +1151,47 @@ def _other_numbers(index: int, call: Call, given: Given) -> Iterator[Hypothesis]
         return
     name = call.name.rstrip("_")
     for argument, value in given.values.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or argument == "alpha":
-            continue
-        value = float(value)
-        tiny = name in ("add", "clamp_min", "clamp") and 0 < abs(value) < 1e-2
-        near = (
-            []
-            if not value or not math.isfinite(value)
-            else [
-                1 / value,
-                value**2,
-                math.copysign(math.sqrt(abs(value)), value),
-                -value,
-                2 * value,
-                value / 2,
-                1 - value,
-                value + 1,
-                value - 1,
-                *(value * math.log(b) / math.log(1e4) for b in BASES),
-            ]
-        )
-        bases = BASES if abs(value) >= 50 else ()
-        cause = "eps" if tiny else "scale" if name in ("mul", "div") else "constant"
-        if name.startswith("clamp") and not tiny:
-            free = -math.inf if argument == "min" else math.inf
-            change = in_place_of(lambda a, n=argument, v=free: a.out(**{n: v}))
-            yield Hypothesis("missing-operation", f"no limit at {value:g}", {index: change})
-        # of what keeps a denominator from zero only such values are usual: a larger limit may do
-        # the same at one input
-        for other in EPS if tiny else (*bases, *near, *_NUMBERS):
-            if other != value:
-                change = in_place_of(lambda a, n=argument, v=other: a.out(**{n: v}))
-                named = "missing-scale" if cause == "scale" and other == 1 else cause
-                yield Hypothesis(named, f"{other:.9g} instead of {value:g}", {index: change})
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and argument != "alpha":
+            yield from _other_values(index, name, argument, float(value))
+
+
+def _other_values(index: int, name: str, argument: str, value: float) -> Iterator[Hypothesis]:
+    """Yield other values of a number that is an argument of an operation."""
+
+    def put(other: float) -> dict[int, Any]:
+        return {index: in_place_of(lambda a: a.out(**{argument: other}))}
+
+    tiny = name in ("add", "clamp_min", "clamp") and 0 < abs(value) < 1e-2
+    if name.startswith("clamp") and not tiny:
+        # a limit that is left out is more usual than another one, which may do the same here
+        free = -math.inf if argument == "min" else math.inf
+        yield Hypothesis("missing-operation", f"no limit at {value:g}", put(free))
+    cause = "scale" if name in ("mul", "div") else "constant"
+    cause = "eps" if tiny else cause
+    bases = BASES if abs(value) >= 50 else ()
+    # of what keeps a denominator from zero only such values are usual: a larger limit may do the
+    # same at one input
+    others = EPS if tiny else (*bases, *_numbers_near(value), *_NUMBERS)
+    for other in others:
+        if other != value:
+            named = "missing-scale" if cause == "scale" and other == 1 else cause
+            yield Hypothesis(named, f"{other:.9g} instead of {value:g}", put(other))
+
+
+def _numbers_near(value: float) -> list[float]:
+    """Return what people take for a number: its inverse, its square, another base of a table."""
+    if not value or not math.isfinite(value):
+        return []
+    return [
+        1 / value,
+        value**2,
+        math.copysign(math.sqrt(abs(value)), value),
+        -value,
+        2 * value,
+        value / 2,
+        1 - value,
+        value + 1,
+        value - 1,
+        *(value * math.log(b) / math.log(1e4) for b in BASES),
+    ]

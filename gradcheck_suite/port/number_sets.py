@@ -144,8 +144,9 @@ class Numbers:
         """Return the index of the array that has most of the first numbers of a value."""
         low, most = self._span(telling(value)[:16])
         high = np.searchsorted(self._flat, most, "right")
-        owners = [set(self._owner[a:b].tolist()) for a, b in zip(low, high, strict=True)]
-        every = [o for found in owners for o in found]
+        every = list[int]()
+        for start, end in zip(low, high, strict=True):
+            every += set(self._owner[start:end].tolist())
         return max(sorted(set(every)), key=every.count) if every else None
 
     def of_size(self, size: int) -> Sequence[int]:

@@ -9,15 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
-from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -29,13 +24,17 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gradcheck_suite.core.comparison import UNIT_ROUNDOFF
+from gradcheck_suite.core.frames import Owner, owner_of
 from gradcheck_suite.core.text import suggestion
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.run.environment import imported
 
 Array = npt.NDArray[Any]
 State = dict[str, Array]
-_LOW = (torch.float32, torch.float16, torch.bfloat16)
+LOWER = tuple(name for name in UNIT_ROUNDOFF if name != "float64")
+"""Names of the dtypes that are computed in float64."""
+_LOW = (getattr(torch, name) for name in LOWER)
 WIDE = dict.fromkeys(_LOW, torch.float64) | {torch.complex64: torch.complex128}
 """Lower dtypes, each with the one that takes its place."""
 REQUIRED = ("module", "apply", "inputs")
@@ -100,18 +99,7 @@ def as_port(given: Any, rebuild: Callable[[], Any] | None = None) -> tuple[Port,
     """
     notes: list[str] = []
     if isinstance(given, Mapping):
-        known = [f.name for f in dataclasses.fields(Port) if f.name != "rebuild"]
-        if lacking := [name for name in REQUIRED if name not in given]:
-            lacks = "".join(
-                [f"no {lacking[0]!r}", *(f", but {k!r}" for k in given if k not in known)]
-            )
-            raise UsageError(
-                f"the pair has {lacks}: expected a Port or a dict with {', '.join(known)}"
-            )
-        notes = [
-            f"the key {k!r} is not used{suggestion(str(k), known)}" for k in given if k not in known
-        ]
-        given = Port(**{k: v for k, v in given.items() if k in known and v is not None})
+        given, notes = _of_dict(given)
     if not isinstance(given, Port):
         raise UsageError(
             "expected a gradcheck_suite.Port or a dict with the same names, got"
@@ -128,14 +116,25 @@ def as_port(given: Any, rebuild: Callable[[], Any] | None = None) -> tuple[Port,
         accept=_tuple(given.accept),
         rebuild=rebuild,
     )
-    if (pair.torch_loss is None) != (pair.jax_loss is None):
-        raise UsageError("expected both torch_loss and jax_loss, or neither")
-    if (pair.torch_optimizer is None) != (pair.jax_optimizer is None):
-        raise UsageError("expected both torch_optimizer and jax_optimizer, or neither")
+    for what in ("loss", "optimizer"):
+        if (getattr(pair, f"torch_{what}") is None) != (getattr(pair, f"jax_{what}") is None):
+            raise UsageError(f"expected both torch_{what} and jax_{what}, or neither")
     to_double(pair.module)
     pair.module.train(pair.train)
     _expect_no_dropout(pair)
     return pair, notes
+
+
+def _of_dict(given: Mapping[str, Any]) -> tuple[Port, list[str]]:
+    """Return the pair that a dict describes, and notes on the keys that are not used."""
+    known = [f.name for f in dataclasses.fields(Port) if f.name != "rebuild"]
+    unused = [key for key in given if key not in known]
+    lacking = [name for name in REQUIRED if name not in given]
+    if lacking:
+        lacks = "".join([f"no {lacking[0]!r}", *(f", but {key!r}" for key in unused)])
+        raise UsageError(f"the pair has {lacks}: expected a Port or a dict with {', '.join(known)}")
+    notes = [f"the key {key!r} is not used{suggestion(str(key), known)}" for key in unused]
+    return Port(**{k: v for k, v in given.items() if k in known and v is not None}), notes
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:
@@ -208,43 +207,6 @@ def in_double() -> Iterator[None]:
     """Let the author's code make float64 tensors."""
     with default_dtype(), _Lifting():
         yield
-
-
-_COMPILER = "torch._dynamo"
-
-
-@contextmanager
-def without_compiler() -> Iterator[None]:
-    """Answer what `torch.optim` asks of torch's compiler, which takes as long to import as a small
-    pair to judge.
-
-    Where nothing is compiled, torch's decorators ask for two functions that then do nothing.
-    Whatever else is asked for imports the compiler, and one that is imported already is used.
-    """
-    stand_in, asked = ModuleType(_COMPILER), list[Any]()
-
-    def disable(function: Any, *_: Any, **__: Any) -> Any:
-        asked.append(function)
-        return function
-
-    def leave() -> None:
-        if sys.modules.get(_COMPILER) is stand_in:
-            del sys.modules[_COMPILER]
-
-    def imported(name: str) -> Any:
-        leave()
-        return getattr(import_module(_COMPILER), name)
-
-    vars(stand_in).update(graph_break=lambda *_: None, disable=disable, __getattr__=imported)
-    sys.modules.setdefault(_COMPILER, stand_in)
-    try:
-        yield
-    finally:
-        leave()
-        for (
-            function
-        ) in asked:  # the decorator keeps the answer there: the next call asks the compiler itself
-            vars(function).pop("__dynamo_disable", None)
 
 
 # The JAX model, whatever library it is written in.
@@ -418,24 +380,25 @@ def named_outputs(out: Any, name: str = "") -> list[Output]:
     """Return the arrays of an output of either side: sequences in order, dicts by sorted keys,
     dataclasses by field.
     """
-    if (
-        isinstance(out, torch.Tensor)
-        or is_array(out)
-        or isinstance(out, jax.core.Tracer | np.generic)
-    ):
+    if isinstance(out, torch.Tensor | jax.core.Tracer | np.generic) or is_array(out):
         return [Output(name, out)]
     if out is None or isinstance(out, str | bool | int | float):
         return []
-    if isinstance(out, Mapping):
-        named = [(f"{name}.{key}".lstrip("."), out[key]) for key in sorted(out)]
-    elif isinstance(out, list | tuple):
-        named = [(name, part) for part in out]
-    elif dataclasses.is_dataclass(out):
-        fields = [f.name for f in dataclasses.fields(out)]
-        named = [(f"{name}.{field}".lstrip("."), getattr(out, field)) for field in fields]
-    else:
+    if not isinstance(out, Mapping | list | tuple) and not dataclasses.is_dataclass(out):
         return [Output(name, leaf) for leaf in jax.tree.leaves(out) if leaf is not out]
-    return [leaf for own, part in named for leaf in named_outputs(part, own)]
+    found = list[Output]()
+    for own, part in _parts_of(out):
+        found += named_outputs(part, f"{name}.{own}".lstrip(".") if own else name)
+    return found
+
+
+def _parts_of(out: Any) -> list[tuple[str, Any]]:
+    """Return the parts of an output with their names, without one those of a sequence."""
+    if isinstance(out, Mapping):
+        return [(str(key), out[key]) for key in sorted(out)]
+    if isinstance(out, list | tuple):
+        return [("", part) for part in out]
+    return [(f.name, getattr(out, f.name)) for f in dataclasses.fields(out)]
 
 
 def flat_output(out: Any) -> list[Any]:
@@ -661,18 +624,11 @@ def raised(side: str, call: Callable[[], Any], hint: str = "") -> Any:
         raise UsageError(f"{words}{f' ({hint})' if hint else ''}") from error
 
 
-_OWN = str(Path(__file__).resolve().parent.parent)
-_LIBRARY = re.compile(
-    r"[/\\]site-packages[/\\](torch|jax|jaxlib|flax|equinox|optax|numpy|chex)[/\\]|^<|[/\\]lib[/\\]python[\d.]+[/\\](?!site-)"
-)
-
-
-@cache
 def is_author_file(name: str) -> bool:
-    """Return whether a source file is the author's: not of a framework, of Python, or of this
-    package.
+    """Return whether a source file is the author's, or of a package of models: not of a framework,
+    of Python, or of this package.
     """
-    return not (name.startswith(_OWN) or _LIBRARY.search(name))
+    return owner_of(name) in (Owner.USER, Owner.LIBRARY)
 
 
 def first_of_author(frames: Iterable[tuple[str, int | None]]) -> str:

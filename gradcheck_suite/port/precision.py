@@ -17,6 +17,7 @@ import torch
 
 from gradcheck_suite.port.jax_program import CAST, LOW, equations_in, line_of
 from gradcheck_suite.port.matching import array, outputs_error
+from gradcheck_suite.port.number_sets import Array
 from gradcheck_suite.port.pair import default_dtype, flat_output, is_float
 from gradcheck_suite.port.search import Repairs
 from gradcheck_suite.port.sides import RESOLUTION, Sides
@@ -38,62 +39,82 @@ def _low_lines(jaxpr: Any, dtype: Any) -> list[str]:
     return list(dict.fromkeys(line for line in lines if line))
 
 
-def precision_findings(sides: Sides, dtype: str) -> Iterator[tuple[str, float, float, str | None]]:
-    """Yield (words, error, allowed, `file:line`) on the given inputs.
+@dataclass(frozen=True)
+class Precision:
+    """What is computed in a lower precision.
 
-    It is a finding where the error is not allowed.
+    Attributes:
+        words: a sentence.
+        error: of the outputs, relative to their largest number.
+        allowed: error up to which it is no finding.
+        line: `file:line` of the cast that costs most, or of the first one, or None.
+    """
+
+    words: str
+    error: float
+    allowed: float
+    line: str | None = None
+
+
+def precision_findings(sides: Sides, dtype: str) -> Iterator[Precision]:
+    """Yield what is computed in a lower precision on the given inputs.
 
     Args:
         sides: of the pair.
         dtype: `float64` for the dtypes that the author's code chooses where it gets float64.
     """
-    point = sides.given
-    program = sides.jax_program(sides.given)
     exact = Repairs().run(sides.torch_program(sides.given)).outs
     if dtype == "float64":
-        before = outputs_error(exact, sides.jax_run(sides.given).outs)
-        if sides.bounds(sides.given).rounded and before > RESOLUTION:
-            yield (
-                "a table of numbers is rounded to float32 on one side at least",
-                before,
-                RESOLUTION,
-                None,
-            )
-        if not program.is_low or program.random:
-            return
-        leaves, inputs, targets = sides.arguments(sides.given)
-        written = program.as_written(leaves, inputs, targets)
-        off = outputs_error(exact, written)
-        allowed = sides.bounds(sides.given).outputs
-        if off > max(allowed, before):
-            lines = _low_lines(program.jaxpr, np.dtype("float64"))
-            words = f"the port computes in a lower precision than float64{_at(lines)}"
-            most = _worst_cast(sides, lines[:CASTS], exact) if len(lines) > 1 else None
-            if most is not None:
-                words += f"; most of it at {most.line}, which alone is off by {most.error:.2g}"
-            yield words, off, allowed, most.line if most else next(iter(lines), None)
+        yield from _of_chosen_dtypes(sides, exact)
+    else:
+        yield _of_dtype(sides, dtype, exact)
+
+
+def _of_chosen_dtypes(sides: Sides, exact: list[torch.Tensor]) -> Iterator[Precision]:
+    program = sides.jax_program(sides.given)
+    bounds = sides.bounds(sides.given)
+    before = outputs_error(exact, sides.jax_run(sides.given).outs)
+    if bounds.rounded and before > RESOLUTION:
+        words = "a table of numbers is rounded to float32 on one side at least"
+        yield Precision(words, before, RESOLUTION)
+    if not program.is_low or program.random:
         return
+    off = outputs_error(exact, program.as_written(*sides.arguments(sides.given)))
+    if off > max(bounds.outputs, before):
+        lines = _low_lines(program.jaxpr, np.dtype("float64"))
+        words = f"the port computes in a lower precision than float64{_at(lines)}"
+        most = _worst_cast(sides, lines[:CASTS], exact) if len(lines) > 1 else None
+        if most is not None:
+            words += f"; most of it at {most.line}, which alone is off by {most.error:.2g}"
+        line = most.line if most is not None else next(iter(lines), None)
+        yield Precision(words, off, bounds.outputs, line)
+
+
+def _of_dtype(sides: Sides, dtype: str, exact: list[torch.Tensor]) -> Precision:
+    """Return the error of the port in a dtype beside torch's own."""
+    own = outputs_error(exact, _torch_outputs(sides, getattr(torch, dtype)))
     low = jnp.dtype(dtype)
-    module = copy.deepcopy(sides.pair.module).to(getattr(torch, dtype))
-    given = [
-        t.to(getattr(torch, dtype)) if t.is_floating_point() else t
-        for t in map(as_tensor, point.inputs)
-    ]
-    with torch.no_grad(), default_dtype(getattr(torch, dtype)):
-        kept = sides.kept(module(*given, **dict(sides.pair.kwargs)))
-    own = outputs_error(exact, [array(t) for t in flat_output(kept)])
     leaves = [jnp.asarray(x, low) if is_float(x) else x for x in sides.leaves]
-    inputs = [jnp.asarray(x, low) if is_float(x) else x for x in point.inputs]
+    inputs = [jnp.asarray(x, low) if is_float(x) else x for x in sides.given.inputs]
     closed = jax.make_jaxpr(
         lambda *x: flat_output(sides.kept(sides.model.call(leaves, list(x))[0]))
     )(*inputs)
     outs = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *jax.tree.leaves(inputs))
     off = outputs_error(exact, [array(o) for o in outs])
     lines = _low_lines(closed.jaxpr, low)
-    words = (
-        f"in {dtype} the port's error is {off:.2g}, {off / max(own, 1e-300):.2g} times torch's own"
-    )
-    yield words + _at(lines), off, MUCH * own, next(iter(lines), None)
+    ratio = off / max(own, 1e-300)
+    words = f"in {dtype} the port's error is {off:.2g}, {ratio:.2g} times torch's own"
+    return Precision(words + _at(lines), off, MUCH * own, next(iter(lines), None))
+
+
+def _torch_outputs(sides: Sides, low: torch.dtype) -> list[Array]:
+    """Return torch's outputs in a lower dtype."""
+    module = copy.deepcopy(sides.pair.module).to(low)
+    tensors = map(as_tensor, sides.given.inputs)
+    given = [t.to(low) if t.is_floating_point() else t for t in tensors]
+    with torch.no_grad(), default_dtype(low):
+        kept = sides.kept(module(*given, **dict(sides.pair.kwargs)))
+    return [array(t) for t in flat_output(kept)]
 
 
 CASTS = 8

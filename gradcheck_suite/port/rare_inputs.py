@@ -161,6 +161,7 @@ def _with_ties(program: TorchProgram, base: Point) -> Iterator[Point]:
     if not any(c.name in ORDERING for c in program.calls):
         return
     axes = max((np.ndim(x) for x in base.inputs if is_sized(x)), default=0)
+    # the last axis first: it is the one that most programs sort along
     for number in range(DRAWS):
         rng = np.random.default_rng(number)
         axis = axes - 1 - number % max(axes, 1)
@@ -217,6 +218,7 @@ def _ordered(*, first: bool) -> Change:
         falls = given.largest if call.name == "topk" else given.descending
         turned = value if first else value.flip(dim)
         ordered, index = torch.sort(turned, dim=dim, descending=bool(falls), stable=True)
+        # the sort was of the flipped elements: places are counted from the other end
         if not first:
             index = value.shape[dim] - 1 - index
         count = given.k if call.name == "topk" else value.shape[dim]

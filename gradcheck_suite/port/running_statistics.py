@@ -152,6 +152,7 @@ def _nearest(value: Array, extras: Sequence[Array]) -> float:
 def _step_of(sides: Sides, name: str, before: Array, after: Array) -> _Step:
     part = sides.pair.module.get_submodule(name.rpartition(".")[0])
     momentum = getattr(part, "momentum", None) or 0.1
+    # solved for what the batch must have been: old and new value are known
     batch = (after - (1 - momentum) * before) / momentum
     count = _count(sides, name, part)
     biased = batch * (count - 1) / count

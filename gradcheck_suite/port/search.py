@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice, zip_longest
 from typing import Any
 
 import numpy as np
@@ -77,6 +77,10 @@ class Found:
     def gained(self) -> int:
         """The number of calls that are explained."""
         return len(self.new)
+
+    def is_better_than(self, other: Found) -> bool:
+        """Return whether it leaves a smaller error, or explains more calls."""
+        return self.error < other.error or self.gained > other.gained
 
 
 def both(first: Change, second: Change) -> Change:
@@ -298,19 +302,26 @@ class Search:
         if self.matching.is_new(value, self.matching.run.seen[place]):
             return True
         has = self.matching.side.has(value) is not False
-        if has and (self._spare > 0 or len(self.region) < 4 or place in self.region[-4:]):
-            # numbers that both sides have explain nothing by themselves, unless they explain all
-            self._spare -= 1
-            found = self.test(place, hypothesis)
-            if found is not None:  # of a state that starts at zero the first step tells nothing
-                found = self._everywhere(found)
-            if found is not None and found.error <= self.close:
-                return True
-        for reader in self._lost_readers(place)[: 3 if has else 1]:
-            after = self.local(reader, hypothesis)
-            if after is not None and self.matching.is_new(after, self.matching.run.seen[reader]):
-                return True
-        return False
+        if has and self._explains_all(place, hypothesis):
+            return True
+        readers = self._lost_readers(place)[: 3 if has else 1]
+        return any(self._is_new_at(reader, hypothesis) for reader in readers)
+
+    def _explains_all(self, place: int, hypothesis: Hypothesis) -> bool:
+        """Return whether a change explains all, which is tried for a few changes whose numbers both
+        sides have: these explain nothing by themselves.
+        """
+        is_small = len(self.region) < 4 or place in self.region[-4:]
+        if self._spare <= 0 and not is_small:
+            return False
+        self._spare -= 1
+        found = self.test(place, hypothesis)
+        # of a state that starts at zero the first step tells nothing
+        return found is not None and self._everywhere(found).error <= self.close
+
+    def _is_new_at(self, reader: int, hypothesis: Hypothesis) -> bool:
+        after = self.local(reader, hypothesis)
+        return after is not None and self.matching.is_new(after, self.matching.run.seen[reader])
 
     def _flattens(self, hypothesis: Hypothesis) -> bool:
         """Return whether a change gives one number everywhere, of whatever it reads: it explains no
@@ -418,28 +429,26 @@ class Search:
         repeated modules.
         """
         best = found
-        tried = list[set[int]]()
         leaves = in_every_layer(self.program.names, found.hypothesis.leaves)
         if len(leaves) > len(found.hypothesis.leaves) and found.error > self.close:
             words = f"{found.hypothesis.words}, in every layer"
             every = self.test(found.place, replace(found.hypothesis, leaves=leaves, words=words))
-            if every is not None and (every.error < best.error or every.gained > best.gained):
+            if every is not None and every.is_better_than(best):
                 return every
+        tried = [set(found.hypothesis.changes)]
         for alike in ALIKE:
             if best.error <= self.close:
                 return best
             changes = repeated(self.program, found.hypothesis, alike)
-            if len(changes) == len(found.hypothesis.changes) or changes.keys() in tried:
+            if changes.keys() in tried:
                 continue
             tried.append(set(changes))
             every = self.test(found.place, replace(found.hypothesis, changes=changes))
-            # a call whose result the port has stays as it is
-            if every is None or any(
-                self.matching.status[i] and self.matching.side.has(every.run.seen[i]) is False
-                for i in changes
+            if (
+                every is not None
+                and _keeps_matched(self.matching, every)
+                and every.is_better_than(best)
             ):
-                continue
-            if every.error < best.error or every.gained > best.gained:
                 best = every
         return best
 
@@ -471,8 +480,8 @@ class Search:
             [start, *islice(walked([start], lost_readers, PLACES), PLACES)]
             for start in first[:PLACES]
         ]
-        turns = (chain[n] for n in range(PLACES) for chain in chains if n < len(chain))
-        return list(dict.fromkeys(turns))
+        turns = zip_longest(*(one[:PLACES] for one in chains))
+        return [i for i in dict.fromkeys(chain.from_iterable(turns)) if i is not None]
 
     def readers(self, index: int) -> Iterator[int]:
         """Yield the calls that read a result, past those that only move it."""
@@ -534,7 +543,8 @@ def walked(
     seen = set(start)
     level = start
     for _ in range(depth):
-        level = [k for k in dict.fromkeys(k for i in level for k in following(i)) if k not in seen]
+        found = chain.from_iterable(map(following, level))
+        level = [k for k in dict.fromkeys(found) if k not in seen]
         seen.update(level)
         yield from level
 
@@ -602,7 +612,7 @@ def _parameters(program: TorchProgram, index: int) -> Any:
     """
     level = {index}
     for _ in range(8):
-        refs = [r for i in level for r in program.calls[i].refs]
+        refs = list(chain.from_iterable(program.calls[i].refs for i in level))
         if found := frozenset(r.index for r in refs if r.kind == "state"):
             return found
         level = {r.kind for r in refs if isinstance(r.kind, int)}
@@ -672,6 +682,12 @@ def in_every_layer(names: Sequence[str], leaves: Mapping[Any, Any]) -> dict[Any,
             ) in names:
                 made["state", other] = Ref("state", partner)
     return made
+
+
+def _keeps_matched(matching: Matching, found: Found) -> bool:
+    """Return whether each changed call whose result the port has still has a result of the port's."""
+    matched = [i for i in found.hypothesis.changes if matching.status[i]]
+    return all(matching.side.has(found.run.seen[i]) is not False for i in matched)
 
 
 def _shapes(run: TorchRun) -> list[torch.Size]:

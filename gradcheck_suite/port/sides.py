@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
+from itertools import chain
 from typing import Any, TypeVar
 
 import jax
@@ -273,7 +274,7 @@ class Sides:
     def _numbers(self, point: Point, arguments: Any, ran: Forward) -> Side:
         program = self.jax_program(point)
         bounds = self.bounds(point)
-        given = [np.asarray(a) for part in arguments for a in part if is_number(a)]
+        given = [np.asarray(a) for a in chain.from_iterable(arguments) if is_number(a)]
         more = [
             a.astype(np.float64) if a.dtype.kind == "f" else a for a in (*program.constants, *given)
         ]
@@ -334,21 +335,21 @@ class Sides:
         if self._axes and self.pair.jax_loss is None:
             self._jax.clear()  # the loss is one of the outputs in torch's layout
             self.given.kept.pop("jax_run")
-        floats = [
-            (array(o), r) for o, r in zip(outs, run.outs, strict=False) if o.is_floating_point()
-        ]
-        if floats and all(np.isnan(o).all() for o, _ in floats):
-            empty = [(i, np.shape(x)) for i, x in enumerate(self.pair.inputs) if not np.size(x)]
-            if empty:
-                raise UsageError(
-                    "input {} is empty, of shape {}: expected at least one row".format(*empty[0])
-                )
-            both = (
-                "both sides are"
-                if all(np.isnan(r).all() for _, r in floats)
-                else "the torch side is"
+        self._expect_numbers(outs, run)
+
+    def _expect_numbers(self, outs: Sequence[torch.Tensor], run: JaxRun) -> None:
+        pairs = zip(outs, run.outs, strict=False)
+        floats = [(array(o), r) for o, r in pairs if o.is_floating_point()]
+        if not floats or not all(np.isnan(o).all() for o, _ in floats):
+            return
+        empty = [(i, np.shape(x)) for i, x in enumerate(self.pair.inputs) if not np.size(x)]
+        if empty:
+            raise UsageError(
+                "input {} is empty, of shape {}: expected at least one row".format(*empty[0])
             )
-            raise UsageError(f"{both} NaN at the given inputs: expected numbers to compare")
+        are_both = all(np.isnan(r).all() for _, r in floats)
+        who = "both sides are" if are_both else "the torch side is"
+        raise UsageError(f"{who} NaN at the given inputs: expected numbers to compare")
 
     def _is_matched_otherwise(self, outs: Sequence[torch.Tensor], run: JaxRun) -> bool:
         """Find the partners of torch's outputs where names or shapes do not say them.
@@ -366,38 +367,54 @@ class Sides:
         order = self._order(self._their_names)
         left = list(range(len(every)))
         partners = list[int]()
-        left_out = set[int]()
         for i, out in enumerate(outs):
             fits = [k for k in left if _same_size(out, every[k]) and k < len(order)]
-            if is_named and own[i] not in others:
-                fits = [k for k in fits if self._their_names[order[k]] == own[i]]
-            elif is_named:
-                fits = [k for k in fits if self._their_names[order[k]] not in own]
-            else:
-                fits = [k for k in fits if k == i]
+            fits = [k for k in fits if self._may_be_partner(i, k, order, is_named=is_named)]
             if not fits:
-                left_out.add(i)
-                observed = f"one of shape {theirs[i].shape}" if i < len(theirs) else "none"
-                label = f" {own[i]!r}" if own[i] else f" {i}" if len(outs) > 1 else ""
-                self.unmatched.append(
-                    f"expected the output{label} of shape {tuple(out.shape)}, observed {observed}"
-                )
+                self._left_out.add(i)
+                self.unmatched.append(self._without_partner(i, out, theirs))
                 continue
             wanted = array(out)
-            best = min(fits, key=lambda k: error(aligned(array(every[k]), wanted), wanted))
+            errors = {k: error(aligned(array(every[k]), wanted), wanted) for k in fits}
+            best = min(fits, key=errors.__getitem__)
             left.remove(best)
             partners.append(order[best])
-            if others and own[i] in others:
+            if own[i] in others:
                 theirs_name = self._their_names[order[best]]
                 self.notes.append(
                     f"torch's output {own[i]!r} is compared with the port's {theirs_name!r}, whose"
                     " numbers are nearest: the names differ"
                 )
-        self._left_out = left_out
         self._partners = partners
         self._jax.clear()
         self.given.kept.clear()
         return True
+
+    def _may_be_partner(
+        self, mine: int, other: int, order: Sequence[int], *, is_named: bool
+    ) -> bool:
+        """Return whether an output of the port may be one of torch's, by names or places.
+
+        Args:
+            mine: place of torch's.
+            other: place of the port's, among those in `order`.
+            order: places of the port's outputs.
+            is_named: whether outputs have names on both sides.
+        """
+        if not is_named:
+            return other == mine
+        name = self._their_names[order[other]]
+        if self._names[mine] in self._their_names:
+            return name == self._names[mine]
+        return name not in self._names
+
+    def _without_partner(self, place: int, out: torch.Tensor, theirs: Sequence[Any]) -> str:
+        """Return in words that an output of torch is none of the port's."""
+        observed = f"one of shape {theirs[place].shape}" if place < len(theirs) else "none"
+        label = f" {place}" if len(self._names) > 1 else ""
+        label = f" {self._names[place]!r}" if self._names[place] else label
+        shape = tuple(out.shape)
+        return f"expected the output{label} of shape {shape}, observed {observed}"
 
     def output_names(self) -> list[str]:
         """Return the names of torch's outputs, or their places."""
@@ -412,6 +429,7 @@ class Sides:
         before = self._order(self._their_names)
         self._partners = [before[k] for k in order]
         self._jax.clear()
+        # what was computed at a point has the outputs in the order before
         for point in self.points:
             point.kept.clear()
 
@@ -544,21 +562,17 @@ class Sides:
         there is none, and of each input that has one.
         """
         inputs = [k for k in program.given if program.has_gradient(k)]
+        trained = {("state", n) for n in program.parameters}
         given = {
-            k: v.requires_grad_(k in inputs or (k[0] == "state" and k[1] in program.parameters))
-            for k, v in (leaves or {}).items()
+            k: v.requires_grad_(k in inputs or k in trained) for k, v in (leaves or {}).items()
         }
         run = repairs.run(program, grad=True, inputs=given)
         names = [n for n in self.map.names if n in program.parameters]
         slopes = {n: np.zeros(self.map.base[n].shape) for n in names}
-        if run.loss.requires_grad:
-            # inputs are moved by repairs, too: their gradient is by what the module gets
-            keys = [("state", n) for n in names] + [k for k in inputs if run.leaves[k].is_leaf]
-            tensors = [run.leaves[k] for k in keys]
-            found = torch.autograd.grad(run.loss, tensors, allow_unused=True, retain_graph=True)
-            called = [*names, *(input_name(int(k[1])) for k in keys[len(names) :])]
-            slopes |= {n: array(g) for n, g in zip(called, found, strict=True) if g is not None}
-        return run, slopes
+        # inputs are moved by repairs, too: their gradient is by what the module gets
+        keys = {n: ("state", n) for n in names}
+        keys |= {input_name(int(k[1])): k for k in inputs if run.leaves[k].is_leaf}
+        return run, slopes | _slopes_by(run, keys)
 
     def gradients(self, run: JaxRun) -> dict[str, Array]:
         """Return the port's gradient of each torch tensor and of each input."""
@@ -569,6 +583,15 @@ class Sides:
         """Return the port's gradient of each torch tensor."""
         vector = self.map.pull(gradients)
         return {n: vector[self.map.part(n)].reshape(self.map.base[n].shape) for n in self.map.names}
+
+
+def _slopes_by(run: TorchRun, keys: Mapping[str, Any]) -> dict[str, Array]:
+    """Return the gradient of the loss by some leaves, under their names; none where there is none."""
+    if not run.loss.requires_grad:
+        return {}
+    tensors = [run.leaves[k] for k in keys.values()]
+    found = torch.autograd.grad(run.loss, tensors, allow_unused=True, retain_graph=True)
+    return {n: array(g) for n, g in zip(keys, found, strict=True) if g is not None}
 
 
 def exchanged(

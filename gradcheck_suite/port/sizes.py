@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -75,7 +76,7 @@ def groups(base: Point) -> list[tuple[Axis, ...]]:
         rows = tuple(a for a in axes if a[1] == 0)
         rest = tuple(a for a in axes if a[1] > 0)
         found += [rows, rest, tuple(axes)]
-    found += [(axis,) for axes in every.values() for axis in axes]
+    found += [(axis,) for axis in chain.from_iterable(every.values())]
     # the batch first, then what has the fewest axes in front of it
     ordered = sorted((g for g in dict.fromkeys(found) if g), key=lambda g: (g[0][1], -len(g)))
     return list(dict.fromkeys(ordered))
@@ -90,26 +91,36 @@ def resizes(base: Point, axes: tuple[Axis, ...], numbers: Iterable[int]) -> Iter
         numbers: of the programs.
     """
     arrays = (*base.inputs, *base.targets)
-    given = int(np.shape(arrays[axes[0][0]])[axes[0][1]])
-    # an array of one element beside others of more would be broadcast: that is another program
-    others = [
-        np.shape(a)
-        for place, a in enumerate(arrays)
-        if is_sized(a) and place not in {p for p, _ in axes}
-    ]
-    is_shared = any(given in shape for shape in others)
-    # a program has few numbers that are about the batch
-    most = FAR if any(axis for _, axis in axes) else 2
-    reach = 8 * given + 8 if len(np.shape(arrays[axes[0][0]])) < 4 else 4 * given
-    far = [n for n in numbers if given + 1 < n <= reach and n != 2 * given][:most]
+    first = np.shape(arrays[axes[0][0]])
+    given = int(first[axes[0][1]])
+    near = _sizes_of_interest(given, len(first), numbers, is_batch=not any(a for _, a in axes))
     whole = max(prod(np.shape(a)) for a in arrays if is_sized(a))
     largest = whole * (GROWTH if whole <= SMALL_INPUT else 4)
-    near = [given + 1, given - 1, *far[:2], 2 * given, 1, *far[2:], given + 2, 0]
+    least = 2 if _is_shared(arrays, axes, given) else 0
     for size in dict.fromkeys(near):
         grown = [prod(np.shape(arrays[p])) / max(given, 1) * size for p, _ in axes]
-        if size < 0 or size == given or (is_shared and size < 2) or max(grown) > largest:
-            continue
-        yield Resize(axes, size, given)
+        if size >= least and size != given and max(grown) <= largest:
+            yield Resize(axes, size, given)
+
+
+def _is_shared(arrays: Sequence[Any], axes: tuple[Axis, ...], given: int) -> bool:
+    """Return whether another array has an axis of this size: beside it one of a single element
+    would be broadcast, which is another program.
+    """
+    own = {place for place, _ in axes}
+    others = [np.shape(a) for place, a in enumerate(arrays) if is_sized(a) and place not in own]
+    return any(given in shape for shape in others)
+
+
+def _sizes_of_interest(
+    given: int, dimensions: int, numbers: Iterable[int], *, is_batch: bool
+) -> list[int]:
+    """Return sizes near a given one, and those of programs that are in reach."""
+    # a program has few numbers that are about the batch
+    most = 2 if is_batch else FAR
+    reach = 8 * given + 8 if dimensions < 4 else 4 * given
+    far = [n for n in numbers if given + 1 < n <= reach and n != 2 * given][:most]
+    return [given + 1, given - 1, *far[:2], 2 * given, 1, *far[2:], given + 2, 0]
 
 
 _LIMITING = frozenset(
@@ -149,10 +160,8 @@ def numbers_in(torch_program: TorchProgram, jax_program: JaxProgram) -> list[int
 
 def _beyond(numbers: Iterable[int]) -> list[int]:
     wanted = {n for n in numbers if 2 <= n <= LARGEST}
-    return sorted(
-        {size for n in wanted for size in (n + 1, n + 2)}
-        | {2 * n + 1 for n in wanted if n <= SMALL}
-    )
+    beyond = {n + 1 for n in wanted} | {n + 2 for n in wanted}
+    return sorted(beyond | {2 * n + 1 for n in wanted if n <= SMALL})
 
 
 def _whole(value: Any) -> Iterator[int]:
@@ -241,23 +250,26 @@ def varied(points: Sequence[Point]) -> str:
     if not points:
         return ""
     spans: dict[str, list[str]] = {}
-    for place, first in enumerate(points[0].inputs):
-        if not is_sized(first):
-            continue
+    sized = [place for place, value in enumerate(points[0].inputs) if is_sized(value)]
+    for place in sized:
+        first = points[0].inputs[place]
         same = [p.inputs[place] for p in points if np.ndim(p.inputs[place]) == np.ndim(first)]
-        for axis in range(np.ndim(first)):
-            sizes = [np.shape(a)[axis] for a in same]
-            if min(sizes) != max(sizes):
-                name = axis_name(np.asarray(first), axis)
-                spans.setdefault(f"{name} {min(sizes)} to {max(sizes)}", []).append(str(place))
-        if np.asarray(first).dtype.kind in "iu":
-            full = [a for a in same if np.size(a)]
-            low = min((int(np.min(a)) for a in full), default=0)
-            high = max((int(np.max(a)) for a in full), default=0)
-            spans.setdefault(f"ids {low} to {high}", []).append(str(place))
-    several = sum(map(is_sized, points[0].inputs)) > 1
-    found = []
-    for span, places in spans.items():
-        whole = not several or len(places) == sum(map(is_sized, points[0].inputs))
-        found.append(span if whole else f"{span} of input {' and '.join(places)}")
-    return ", ".join(found)
+        for words in _spans_of(np.asarray(first), same):
+            spans.setdefault(words, []).append(str(place))
+    return ", ".join(
+        span if len(places) == len(sized) else f"{span} of input {' and '.join(places)}"
+        for span, places in spans.items()
+    )
+
+
+def _spans_of(first: Array, same: Sequence[Any]) -> Iterator[str]:
+    """Yield in words which sizes and whole numbers an input had."""
+    for axis in range(first.ndim):
+        sizes = [np.shape(a)[axis] for a in same]
+        if min(sizes) != max(sizes):
+            yield f"{axis_name(first, axis)} {min(sizes)} to {max(sizes)}"
+    if first.dtype.kind in "iu":
+        full = [a for a in same if np.size(a)]
+        low = min((int(np.min(a)) for a in full), default=0)
+        high = max((int(np.max(a)) for a in full), default=0)
+        yield f"ids {low} to {high}"

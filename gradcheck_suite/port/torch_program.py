@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from types import FunctionType
 from typing import Any
 
@@ -57,15 +58,18 @@ def fill(template: Any, get: Callable[[Ref], Any]) -> Any:
 
 def flat(out: Any) -> list[Any]:
     """Return the results of an operation as a list."""
-    return [leaf for part in out for leaf in flat(part)] if type(out) in (list, tuple) else [out]
+    if type(out) not in (list, tuple):
+        return [out]
+    return list(chain.from_iterable(map(flat, out)))
 
 
 def _refs(template: Any) -> Iterator[Ref]:
-    kind = type(template)
-    if kind is Ref:
+    if isinstance(template, Ref):
         yield template
-    elif kind in (list, tuple, dict):
-        for part in template.values() if kind is dict else template:
+    elif type(template) is dict:
+        yield from _refs(list(template.values()))
+    elif type(template) in (list, tuple):
+        for part in template:
             yield from _refs(part)
 
 
@@ -219,41 +223,67 @@ class _Recorder(Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = without_low(kwargs or {})
-        given = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
-        written = [w for a in given for w in self.writers(a, self.ref(a))] if self._writes else []
+        written = self._written((args, kwargs))
         template = pytree.tree_map_only(torch.Tensor, self.ref, (args, kwargs))
         out = func(*args, **kwargs)
-        index = len(self.calls)
-        results = flat(out)
-        before = template[0][0] if func is torch.ops.aten.detach.default else None
-        if isinstance(before, Ref) and isinstance(before.kind, int):
-            # torch 2.9 makes two calls of one `detach()`; autograd detaches a result that it saves,
-            # and a gradient that is computed in the forward, as of a force, reads it
-            is_second = self.calls[before.kind].op is func
+        if func is torch.ops.aten.detach.default and isinstance(template[0][0], Ref):
             in_backward = sys._getframe(1).f_code.co_name == _ENGINE
-            if is_second or in_backward or _saves_its_result(self.asked, before.kind, index):
-                self._note(out, before, keyed=False)
+            if self._is_no_call(template[0][0], in_backward=in_backward):
+                self._note(out, template[0][0], keyed=False)
                 return out
-        path = self.stack[-1] if self.stack else None
         call = Call(
-            func, template[0], template[1], path, _line(), torch.is_grad_enabled(), results, written
+            func,
+            template[0],
+            template[1],
+            self.stack[-1] if self.stack else None,
+            _line(),
+            torch.is_grad_enabled(),
+            flat(out),
+            written,
         )
         self.calls.append(call)
-        first = results[0] if results else None
+        self._note_results(call)
+        return out
+
+    def _written(self, arguments: Any) -> list[Ref]:
+        """Return the calls that wrote into the memory of arguments since they were made."""
+        found = list[Ref]()
+        if self._writes:
+            for value in pytree.tree_leaves(arguments):
+                if isinstance(value, torch.Tensor):
+                    found += self.writers(value, self.ref(value))
+        return found
+
+    def _is_no_call(self, before: Ref, *, in_backward: bool) -> bool:
+        """Return whether a `detach` is torch's own.
+
+        torch 2.9 makes two calls of one `detach()`; autograd detaches a result that it saves, and a
+        gradient that is computed in the forward, as of a force, reads it.
+
+        Args:
+            before: what is detached.
+            in_backward: whether autograd's engine calls it.
+        """
+        if not isinstance(before.kind, int):
+            return False
+        is_second = self.calls[before.kind].op is torch.ops.aten.detach.default
+        is_saved = _saves_its_result(self.asked, before.kind, len(self.calls))
+        return is_second or in_backward or is_saved
+
+    def _note_results(self, call: Call) -> None:
+        """Note the results of the last call."""
+        index = len(self.calls) - 1
+        first = call.outs[0] if call.outs else None
         if call.mutates and isinstance(first, torch.Tensor) and first.numel():
             self._writes.setdefault(first.untyped_storage().data_ptr(), []).append(index)
             self._ids.pop(id(first), None)
             self._keys[_key(first)] = Ref(index, 0)
-        for j, tensor in enumerate(results):
+        for j, tensor in enumerate(call.outs):
             if isinstance(tensor, torch.Tensor) and id(tensor) not in self._ids:
                 # autograd detaches what it saves: the key stays that of the tensor itself
-                again = (
-                    call.name in ("detach", "alias")
-                    and tensor.numel() > 0
-                    and _key(tensor) in self._keys
-                )
+                is_alias = call.name in ("detach", "alias") and tensor.numel() > 0
+                again = is_alias and _key(tensor) in self._keys
                 self._note(tensor, Ref(index, j), keyed=not again)
-        return out
 
 
 _ENGINE = "_engine_run_backward"
@@ -331,7 +361,8 @@ class _Steps(TorchFunctionMode):
         self._recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before, self._recorder.asked = self._recorder.asked, func
+        before = self._recorder.asked
+        self._recorder.asked = func
         try:
             function = attention if func is _FUSED else func
             return function(*args, **(kwargs or {}))
@@ -434,6 +465,11 @@ def _changed(
     return [args[0], *made[1:]]
 
 
+def _numbered(kind: str, values: Sequence[Any]) -> dict[Any, torch.Tensor]:
+    """Return the tensors among some values by their kind and place."""
+    return {(kind, i): v for i, v in enumerate(values) if isinstance(v, torch.Tensor)}
+
+
 class TorchProgram:
     """The operations of a module's forward and of the loss, at one state and one input.
 
@@ -453,20 +489,15 @@ class TorchProgram:
         kwargs: Mapping[str, Any],
         ends: Callable[..., tuple[Any, torch.Tensor]],
     ) -> None:
-        own = {
-            n: v
-            for n, v in module.state_dict(keep_vars=True).items()
-            if isinstance(v, torch.Tensor)
-        }
+        every = module.state_dict(keep_vars=True)
+        own = {n: v for n, v in every.items() if isinstance(v, torch.Tensor)}
         self.names = list(own)
-        self.parameters = {
-            n for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad
-        }
-        given = [("input", i, as_tensor(x)) for i, x in enumerate(inputs)]
-        given += [("target", i, as_tensor(x)) for i, x in enumerate(targets)]
-        self.given: dict[Any, torch.Tensor] = {
-            (kind, i): v for kind, i, v in given if isinstance(v, torch.Tensor)
-        }
+        named = module.named_parameters(remove_duplicate=False)
+        self.parameters = {n for n, p in named if p.requires_grad}
+        arguments = [as_tensor(x) for x in inputs]
+        wanted = [as_tensor(x) for x in targets]
+        self.given: dict[Any, torch.Tensor] = _numbered("input", arguments)
+        self.given |= _numbered("target", wanted)
         self.state = {n: v.detach().clone() for n, v in own.items()}
         self._recorder = _Recorder({("state", n): v for n, v in own.items()} | self.given)
         with ExitStack() as stack:
@@ -474,30 +505,35 @@ class TorchProgram:
             stack.enter_context(default_dtype())
             stack.enter_context(_attention_in_steps(self._recorder))
             stack.enter_context(self._recorder)
-            arguments = [v for kind, _, v in given if kind == "input"]
             out = module(*arguments, **pytree.tree_map(as_tensor, dict(kwargs)))
             self._recorder.stack.append(LOSS)
-            kept, loss = ends(out, *[v for kind, _, v in given if kind == "target"])
+            kept, loss = ends(out, *wanted)
+        self._put_back(own)
+        self.calls = self._recorder.calls
+        self.mutates = any(c.mutates for c in self.calls)
+        tensors = [t for t in flat_output(kept) if isinstance(t, torch.Tensor)]
+        self._note_ends(tensors, loss)
+
+    def _put_back(self, own: Mapping[str, torch.Tensor]) -> None:
+        """Put a module's state back, and note what the forward wrote into it and the inputs."""
         # a leaf that is written into cannot have a gradient
         self.written = {k for k, v in self.given.items() if v._version}
-        self.after = {
-            n: v.detach().clone().numpy() for n, v in own.items() if n not in self.parameters
-        }
+        buffers = {n: v for n, v in own.items() if n not in self.parameters}
+        self.after = {n: v.detach().clone().numpy() for n, v in buffers.items()}
         with torch.no_grad():
             for n, v in own.items():
                 v.copy_(self.state[n])
-        self.calls = self._recorder.calls
-        tensors = [t for t in flat_output(kept) if isinstance(t, torch.Tensor)]
+        self._memory = {n: (v.data_ptr(), tuple(v.shape)) for n, v in own.items()}
+
+    def _note_ends(self, tensors: Sequence[torch.Tensor], loss: torch.Tensor) -> None:
+        """Note which calls make the outputs and the loss, and what is needed for them."""
         self.outs = [self._recorder.ref(t) for t in tensors]
         self.loss = self._recorder.ref(loss)
         self.given |= self._recorder.constants
-        self.mutates = any(c.mutates for c in self.calls)
         self.ends = [r for r in (*self.outs, self.loss) if isinstance(r, Ref)]
-        self.ends += [
-            w for t, r in zip(tensors, self.outs, strict=True) for w in self._recorder.writers(t, r)
-        ]
+        for tensor, ref in zip(tensors, self.outs, strict=True):
+            self.ends += self._recorder.writers(tensor, ref)
         self.needed = self._needed()
-        self._memory = {n: (v.data_ptr(), tuple(v.shape)) for n, v in own.items()}
 
     @contextmanager
     def _modules(self, module: nn.Module) -> Iterator[None]:
@@ -543,8 +579,8 @@ class TorchProgram:
         """Return fresh tensors of the state and the inputs; tied names share one."""
         found = dict(self.given)
         made = dict[Any, torch.Tensor]()
-        for key, value in self.given.items() if grad else ():
-            if self.has_gradient(key):
+        for key, value in self.given.items():
+            if grad and self.has_gradient(key):
                 found[key] = value.detach().clone().requires_grad_()
         for name in self.names:
             if self._memory[name] not in made:

@@ -5,7 +5,7 @@ operation.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import permutations
+from itertools import combinations, permutations
 from typing import Any
 
 import torch
@@ -152,14 +152,15 @@ def _exchanges_along(d: int, n: int) -> Iterator[Alteration]:
             lambda v: v.roll(n // 2, d),
         )
     for k in (3, 4):
-        for a in range(k if n % k == 0 and n > k else 0):
-            for b in range(a + 1, k):
-                words = f"with blocks {a} and {b} of {k} of axis {d} exchanged"
-                yield Alteration(
-                    "blocks-swapped",
-                    words,
-                    lambda v, k=k, a=a, b=b: swapped_blocks_of(v, d, k, a, b),
-                )
+        if n % k or n <= k:
+            continue
+        for a, b in combinations(range(k), 2):
+            words = f"with blocks {a} and {b} of {k} of axis {d} exchanged"
+            yield Alteration(
+                "blocks-swapped",
+                words,
+                lambda v, k=k, a=a, b=b: swapped_blocks_of(v, d, k, a, b),
+            )
 
 
 def _shifted(x: Any, dim: int, by: int) -> Any:
@@ -171,8 +172,10 @@ def _shifted(x: Any, dim: int, by: int) -> Any:
 def swapped_blocks_of(x: Any, dim: int, k: int, a: int, b: int) -> Any:
     """Return a tensor with two of the k blocks of an axis exchanged."""
     parts = list(x.chunk(k, dim))
-    parts[a], parts[b] = parts[b], parts[a]
-    return torch.cat(parts, dim)
+    order = list(range(k))
+    order[a] = b
+    order[b] = a
+    return torch.cat([parts[i] for i in order], dim)
 
 
 def signs(x: Any) -> Iterator[Alteration]:
@@ -213,7 +216,7 @@ def functions(x: Any) -> Iterator[Alteration]:
             yield Alteration(
                 "zeros",
                 f"with element {i} zero",
-                lambda v, i=i: v * (torch.arange(v.shape[-1]) != i),
+                lambda v, i=i: v.masked_fill(torch.arange(v.shape[-1]) == i, 0.0),
             )
     for d in range(x.dim()):
         if x.shape[d] > 1:

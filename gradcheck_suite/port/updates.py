@@ -31,7 +31,7 @@ from gradcheck_suite.port.jax_program import Stored, in_double
 from gradcheck_suite.port.mapping import Leaf, StateMap
 from gradcheck_suite.port.matching import array
 from gradcheck_suite.port.number_sets import Array
-from gradcheck_suite.port.pair import JaxModel, is_float, raised, shaped_as, without_compiler
+from gradcheck_suite.port.pair import JaxModel, is_float, raised, shaped_as
 from gradcheck_suite.run.environment import imported
 
 NORMS = (10.0, 0.02, 3.0, 40.0)
@@ -63,7 +63,6 @@ def drawn_gradients(base: Mapping[str, Array], ties: Mapping[str, Any]) -> Steps
     return steps
 
 
-@without_compiler()
 def torch_steps(
     module: nn.Module,
     make: Callable[..., Any],
@@ -218,6 +217,7 @@ def _value_of(cause: str, key: str, *values: Any) -> Row:
 
     def others(recipe: Recipe) -> list[Any]:
         mine = recipe.groups[0].get(key)
+        # True is 1 to Python: a switch has no numbers, and a number no switches
         alike = [v for v in values if isinstance(v, bool) == isinstance(mine, bool)]
         return [v for v in alike if v != mine] if mine is not None else []
 
@@ -318,6 +318,7 @@ def _settings(mine: Recipe, raw: Steps, wrong: Mapping[Any, str]) -> Iterator[Se
     fitting = (row.alterations(mine) for row in FORMS if row.is_of(name))
     forms = list(chain.from_iterable(fitting))
     yield from _unclipped(mine, raw)
+    # with a momentum, the first two forms are the most usual mistakes of all
     if mine.groups[0].get("momentum"):
         yield from forms[:2]
     yield from _decay_masks(mine, wrong)
@@ -392,9 +393,8 @@ def _decaying(r: Recipe, decayed: Callable[[Any], bool]) -> Recipe:
         groups.append(
             {**g, "params": [p for p in g["params"] if decayed(p) == d], "weight_decay": decay * d}
         )
-    return replace(
-        r, groups=groups, rates=[[x for x in step for _ in range(2)] for step in r.rates]
-    )
+    rates = [np.repeat(step, 2).tolist() for step in r.rates]  # a group became two
+    return replace(r, groups=groups, rates=rates)
 
 
 def _clippings(raw: Steps) -> Iterator[Setting]:
@@ -479,7 +479,9 @@ class _Written(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         self._n += 1
-        every = [(p, g) for g in self.param_groups for p in g["params"] if p.grad is not None]
+        every = list[tuple[Any, Any]]()
+        for group in self.param_groups:
+            every += [(p, group) for p in group["params"] if p.grad is not None]
         moves = [self._move(p, p.grad, g, self.state[p]) for p, g in every]
         whole = math.sqrt(sum(float((m**2).sum()) for m in moves))
         limit = self._form.get("limit", math.inf) * self.param_groups[0]["lr"]
@@ -583,10 +585,8 @@ class Updates:
         self._gradients = drawn_gradients(base, {n: state_map.offsets.get(n, n) for n in base})
         make = pair.torch_optimizer
         assert make is not None
-        self._jax_leaves, self._pushed = (
-            leaves,
-            [state_map.push(self._vector(step)) for step in self._gradients],
-        )
+        self._jax_leaves = leaves
+        self._pushed = [state_map.push(self._vector(step)) for step in self._gradients]
         # one step more: of a schedule one step ahead
         longer = [*self._gradients, self._gradients[-1]]
         mine, recipe = raised(
@@ -658,9 +658,8 @@ class Updates:
         at = max(wrong, key=lambda i: wrong[i])
         leaf = self._map.leaves[at]
         assert leaf is not None
-        merged = all(
-            (one := self._map.leaves[i]) is not None and (one.second >= 0).any() for i in wrong
-        )
+        leaves = list(filter(None, map(self._map.leaves.__getitem__, wrong)))
+        merged = all((one.second >= 0).any() for one in leaves)
         is_partial = len(wrong) <= len(self.leaves) / 2
         expected = f"{self._recipe.cls.__name__} with {_shown(self._recipe.groups[0])}"
         if merged:
@@ -670,14 +669,8 @@ class Updates:
             )
             return UpdateFault("merged-biases", words, wrong[at], leaf, True, expected)
         own = dict(self._map.pair.module.named_parameters())
-        leaves = [self._map.leaves[i] for i in wrong]
-        names = {
-            own[n]: n
-            for one in leaves
-            if one is not None
-            for n in self._map.sources(one)
-            if n in own
-        }
+        sources = chain.from_iterable(map(self._map.sources, leaves))
+        names = {own[n]: n for n in sources if n in own}
         settings = list(_settings(self._recipe, self._gradients, names))
         found = best_explanation(self._attempts(settings, at), _made, self._budget)
         cause, words = found.value if found else ("unknown", f"other steps{self._budget.words}")

@@ -301,6 +301,7 @@ class Programs:
             self._keep(request.key, program)
         else:
             self._programs.move_to_end(request.key)
+        # a thread compiles it: what it raised is raised here
         if isinstance(program, Future):
             program = self._programs[request.key] = program.result()
         return program(*arguments)

@@ -208,13 +208,17 @@ def set_precision() -> None:
     for module in (jax, torch):
         if isinstance(module, str):
             raise CannotRunHere(f"{module}; `gradcheck-suite doctor` says what is missing")
+    # cuDNN rounds float32 to TF32, with 10 bits, unless it is told not to; matmul does not
+    # (https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices)
     with _without_advice_on_tf32():
         torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.allow_tf32 = False
     # otherwise cuBLAS may round partial sums to the dtype of the matrices
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    # JAX's default rounds the factors of a product on a GPU or TPU
     jax.config.update("jax_default_matmul_precision", "highest")
+    # without it JAX makes float32 of every float64 array, and says nothing
     jax.config.update("jax_enable_x64", True)
     put_off_dynamo(torch.optim.Optimizer)
 
@@ -230,6 +234,7 @@ def processes() -> int:
         if chosen not in ("1", "2"):
             raise UsageError(f"{PROCESSES_VARIABLE}: expected 1 or 2, got {chosen!r}")
         return int(chosen)
+    # a container or `taskset` may leave fewer processors than the machine has
     found = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -311,6 +316,7 @@ def environment(optional: Iterable[str] = ()) -> dict[str, Any]:
 
 def processor() -> str:
     """Return the processor's name, or its architecture where the system gives no name."""
+    # `platform.processor()` is empty on many Linux systems
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -322,9 +328,8 @@ def processor() -> str:
 def _asked(question: Callable[[], Any]) -> Any:
     try:
         return question()
-    except (
-        Exception
-    ) as error:  # a flag that a version lacks or refuses to tell is no reason to stop
+    except Exception as error:
+        # a flag that a version lacks or refuses to tell is no reason to stop: the record says so
         return f"unknown ({type(error).__name__})"
 
 

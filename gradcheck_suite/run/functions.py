@@ -7,12 +7,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.autograd.function import BackwardCFunction
 
 Forward = Callable[..., Any]
+GENERATED = "GeneratedBackwardFor_"
+"""How torch names the class that it makes of a `torch.library.custom_op`, from torch 2.4 on
+(torch/_library/autograd.py, no public API)."""
+
+
+def is_of_program(kind: type) -> bool:
+    """Return whether the backward of a custom function is the program's or a library's, and not of
+    torch's own code.
+    """
+    return not kind.__module__.startswith("torch.") or kind.__name__.startswith(GENERATED)
 
 
 def ancestors(outputs: Iterable[torch.Tensor]) -> Iterator[Any]:
@@ -50,17 +62,31 @@ def replaced_forwards(
             and of the number of its first argument that the function is applied to, 1 where a
             context comes before it and 0 otherwise.
     """
-    kept: list[tuple[Any, Any]] = []
-    try:
+    with contextlib.ExitStack() as stack:
         for kind, made in replacements:
             function: Any = kind
+            # with `setup_context` of its own the forward gets no context
+            # (https://docs.pytorch.org/docs/stable/notes/extending.html)
             first = int(function.setup_context is torch.autograd.Function.setup_context)
-            kept.append((function, vars(kind).get("forward")))
-            function.forward = staticmethod(made(function.forward, first))
+            stack.enter_context(replaced_method(kind, "forward", partial(_given, made, first)))
         yield
-    finally:
-        for function, before in kept:
-            if before is None:
-                del function.forward
-            else:
-                function.forward = before
+
+
+def _given(made: Callable[[Forward, int], Forward], first: int, forward: Forward) -> Forward:
+    return made(forward, first)
+
+
+@contextlib.contextmanager
+def replaced_method(
+    kind: type, name: str, made: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Replace a static method of a custom function while this is open.
+
+    Args:
+        kind: the class.
+        name: of the method.
+        made: makes the new method of the old one.
+    """
+    # an inherited method is inherited again afterwards: `patch.object` removes what it has added
+    with mock.patch.object(kind, name, staticmethod(made(getattr(kind, name)))):
+        yield

@@ -23,7 +23,7 @@ from gradcheck_suite.catalogue.tables import (
     needs_batch,
 )
 from gradcheck_suite.core.case import DEVICES, DTYPES, Case, ProblemSpec
-from gradcheck_suite.core.comparison import UNIT_ROUNDOFF
+from gradcheck_suite.core.comparison import UNIT_ROUNDOFF, dtype_name
 from gradcheck_suite.core.contract import Batch, Problem, TrainingRun
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.run.optimizers import optimizer_of
@@ -114,7 +114,7 @@ class AutocastRecorder:
         """Return the loss."""
         if torch.is_grad_enabled() and torch.is_autocast_enabled(self._device):
             self.compute = coarsest(
-                self.compute, str(torch.get_autocast_dtype(self._device)).removeprefix("torch.")
+                self.compute, dtype_name(torch.get_autocast_dtype(self._device))
             )
         try:
             return self._loss(model, batch)

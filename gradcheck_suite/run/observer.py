@@ -150,6 +150,7 @@ class Observer:
                 "optimizer lbfgs computes the loss again in each step: it needs a loop that calls "
                 "run.optimizer.step(closure), as the built-in loop `closure` does"
             )
+        # torch wraps the `step` of each class, to profile it and to call the hooks
         own = inspect.unwrap(type(optimizer).step).__code__
 
         def run() -> Any:
@@ -202,6 +203,7 @@ class Observer:
         return {
             name: copied(optimizer.state[p])
             for name, p in self.parameters.items()
+            # the state is a defaultdict: reading an entry would make an empty one
             if p in optimizer.state
         }
 

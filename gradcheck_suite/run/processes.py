@@ -79,6 +79,8 @@ class Child:
             limit_s: seconds after which a process that neither reads nor answers is given up.
         """
         ours, theirs = socket.socketpair()
+        # a timeout of Python's own would make the file descriptor non-blocking, which `Connection`
+        # does not expect
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", limit_s, 0))
         how = "orphan" if orphan else "child"
@@ -115,6 +117,7 @@ class Child:
             self.connection.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(wait_s)
+        # the process began a session, so what it forked belongs to its group, whatever has ended
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -124,6 +127,7 @@ def end_with_parent(connection: Connection) -> None:
     """End this process once no other one has the other end of its connection, whatever it works on."""
 
     def watch() -> None:
+        # a signal of the system (PR_SET_PDEATHSIG) is for the thread that forked, and on Linux alone
         parent = select.poll()
         parent.register(connection.fileno(), select.POLLHUP)
         parent.poll()
@@ -163,6 +167,7 @@ class Template:
         pairs = [multiprocessing.Pipe() for _ in arguments]
         pids = self._answer((module, arguments), [theirs for _, theirs in pairs])
         self._has_forked = True
+        # while this process has their ends, too, it would not be told that they have ended
         for _, theirs in pairs:
             theirs.close()
         return pids, [ours for ours, _ in pairs]

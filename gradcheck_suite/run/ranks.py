@@ -172,6 +172,7 @@ class Patience:
             self._still_since = now
 
         def has_loaded() -> bool:
+            # asked where the time is over alone: each stack takes a signal to a rank
             stacks = [self.stack(rank) for rank in open_ranks]
             return any(any(mark in stack for stack in stacks) for mark in STARTING)
 
@@ -349,6 +350,7 @@ class Pool:
             open_ranks = [r for r, answer in enumerate(answers) if answer is None]
             if not open_ranks or patience.is_over(open_ranks):
                 return answers
+            # the connection of a rank that has ended is ready, too: it has nothing to read
             ready = wait([self._ranks[r] for r in open_ranks], PAUSE_S)
             for rank in open_ranks:
                 if self._ranks[rank] in ready:

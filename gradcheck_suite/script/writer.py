@@ -21,6 +21,7 @@ import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from pprint import pformat
 from string import Template
@@ -35,6 +36,7 @@ from gradcheck_suite.catalogue import tables
 from gradcheck_suite.catalogue.definitions import Signal, feature_axis
 from gradcheck_suite.catalogue.description import describe_case
 from gradcheck_suite.core.case import Case, Layer, is_probe, slopes_of
+from gradcheck_suite.core.comparison import Comparison
 from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT as LIMIT
 from gradcheck_suite.core.contract import (
     EDITS_PARAMETERS,
@@ -668,9 +670,9 @@ def _numbers(violation: Violation, *, with_expected: bool) -> dict[str, str]:
     }
     shown: dict[str, Any] = {"allowed": short}
     if violation.kind in AT_A_STEP:
-        seen = {n: g for n in names if (g := evidence.seen(n)) is None or g.size <= MOST_SHOWN}
-        shown["observed"] = {n: g if g is None else g.tolist() for n, g in seen.items()}
-        shown |= {} if violation.case.spec else {"allowed": {names[0]: violation.allowed}}
+        shown["observed"] = _observed(evidence, names)
+        if not violation.case.spec:
+            shown["allowed"] = {names[0]: violation.allowed}
     if with_expected:
         shown["expected"] = {
             name: evidence.layout.part(evidence.expected, name).tolist() for name in names
@@ -678,28 +680,29 @@ def _numbers(violation: Violation, *, with_expected: bool) -> dict[str, str]:
     return {name: literal(value, len(name) + 3) for name, value in shown.items()}
 
 
+def _observed(evidence: Comparison, names: Sequence[str]) -> dict[str, Any]:
+    """Return the observed gradient of each parameter, without those that are too large to show."""
+    found: dict[str, Any] = {}
+    for name in names:
+        seen = evidence.seen(name)
+        if seen is None:
+            found[name] = None
+        elif seen.size <= MOST_SHOWN:
+            found[name] = seen.tolist()
+    return found
+
+
 def _flags(violation: Violation, reduction: str, time_limit_s: float | None) -> set[str]:
     """Return which parts of the template a violation's script has."""
     kind = violation.kind
     case = violation.case
-    flags = {
-        case.device,
-        "generated" if case.spec else "problem",
-        *["bound"] * (violation.evidence is not None),
-    }
-    flags |= {"users_repeat"} if case.distinct_items and not case.spec else set()
+    flags = {case.device, "generated" if case.spec else "problem"}
+    if violation.evidence is not None:
+        flags.add("bound")
+    if case.distinct_items and not case.spec:
+        flags.add("users_repeat")
     if kind == "not-accumulable":
-        flags |= {
-            "objective",
-            "compares",
-            "objective_mean" if reduction == "mean" else "objective_plain",
-            "one_rank",
-        }
-        return flags | (
-            {"objective_sum"}
-            if violation.window is None
-            else {"objective_window", "compares_elements"}
-        )
+        return flags | _flags_of_objective(violation, reduction)
     flags |= {"loop", "real_optimizer" if case.optimizer else "no_optimizer"}
     flags |= {"ranks" if case.plan.ranks else "one_rank"}
     # the loop may catch the exception that should stop it
@@ -716,22 +719,41 @@ def _flags(violation: Violation, reduction: str, time_limit_s: float | None) -> 
         "optimizer.step()"
     ):
         return flags | {"calls", "counted"}
-    flags |= {"called", *["hang"] * is_hang}
+    flags.add("called")
+    if is_hang:
+        flags.add("hang")
     if kind == "parameters":
         return flags | {"structure"}
+    if kind == "raised":
+        return flags | {"returns"}
     if kind not in AT_A_STEP:
-        return flags | ({"returns"} if kind == "raised" else {"counted", "step_count"})
+        return flags | {"counted", "step_count"}
+    return flags | _flags_of_step(violation)
+
+
+def _flags_of_objective(violation: Violation, reduction: str) -> set[str]:
+    """Return the parts that show an objective which is no sum over items."""
+    flags = {"objective", "compares", "one_rank"}
+    flags.add("objective_mean" if reduction == "mean" else "objective_plain")
+    if violation.window is None:
+        return flags | {"objective_sum"}
+    return flags | {"objective_window", "compares_elements"}
+
+
+def _flags_of_step(violation: Violation) -> set[str]:
+    """Return the parts that compare the gradient of a step."""
+    case = violation.case
     # the parameters at the step may depend on the loop under a real optimizer, or where it edits
     # them; the expected gradient is then the large batch's, as it is for a user's model, which may
     # be large
     moves = violation.moved or case.optimizer is not None
-    flags |= {
-        "step_moved" if moves else "step_fixed",
-        "no_literal" if moves or not case.spec else "literal",
-    }
+    flags = {"counted", "step", "compares", "compares_elements"}
+    flags.add("step_moved" if moves else "step_fixed")
+    flags.add("no_literal" if moves or not case.spec else "literal")
     # a rank's own gradient is not that of the rank whose evidence is kept
-    flags |= {"observed"} if "one_rank" in flags else set()
-    return flags | {"counted", "step", "compares", "compares_elements"}
+    if not case.plan.ranks:
+        flags.add("observed")
+    return flags
 
 
 def _filled(flags: set[str], values: Mapping[str, Any]) -> str:
@@ -815,43 +837,61 @@ def _script(
     if problem is not None:
         needs.append(f"{case.problem}, which imports gradcheck_suite for its Problem")
     if "loop" in flags:
-        values["loop"] = _loop(loop, name, sources, copied=copied)
-        values["definitions_loop"] = sources.take().rstrip()
-        if is_imported := values["loop"].startswith("load("):
-            if "process" not in flags:  # there the import is looked at, too
-                values |= {"loop": "loop", "definitions_loop": f"loop = {values['loop']}"}
+        source = _loop(loop, name, sources, copied=copied)
+        if source.startswith("load("):
             needs.append("the file of the loop, which may import other packages")
-        is_plain = (
-            "calls" not in flags
-            and not is_imported
-            and not UNUSUAL.search(values["definitions_loop"])
-        )
-        flags.add("plain_loader" if is_plain else "pairs")
-        values["optimizer"] = _optimizer(
-            case, "[p for p in model.parameters() if p.requires_grad]", sources
-        )
-        make = f"lambda parameters: {_optimizer(case, 'parameters', sources)}"
-        values["make_optimizer"] = make if case.optimizer else None
+        values |= _of_loop(source, case, flags, sources)
         values["edited"] = EDITS_PARAMETERS in assumed
         values["schedules"] = SCHEDULES_MICRO_BATCHES in assumed
         # the settings of an optimizer whose step changes nothing decide nothing
         values["settings"] = case.optimizer is not None and EDITS_SETTINGS not in assumed
-    sources.copy(*(what for flag in sorted(flags) for what in COPIED.get(flag, ())))
+    sources.copy(*chain.from_iterable(COPIED.get(flag, ()) for flag in sorted(flags)))
     values["definitions_check"] = sources.take()
     values |= _head(name, violation, needs)
-    head, mark, text = _filled(flags | {"loads"} if needs[1:] else flags, values).partition(
-        '"""\n\nIMPORTS\n'
-    )
+    if len(needs) > 1:
+        flags.add("loads")
+    return _with_imports(_filled(flags, values), sources)
+
+
+def _of_loop(source: str, case: Case, flags: set[str], sources: Sources) -> dict[str, Any]:
+    """Return what the template says of the loop and its optimizer; add what its loader yields to
+    the flags.
+
+    Args:
+        source: the expression of the loop.
+        case: what it trains.
+        flags: the parts of the template.
+        sources: the definitions so far, of which the loop's are taken.
+    """
+    definitions = sources.take().rstrip()
+    is_imported = source.startswith("load(")
+    if is_imported and "process" not in flags:  # there the import is looked at, too
+        definitions = f"loop = {source}"
+        source = "loop"
+    is_usual = not is_imported and not UNUSUAL.search(definitions)
+    flags.add("plain_loader" if is_usual and "calls" not in flags else "pairs")
+    trained = "[p for p in model.parameters() if p.requires_grad]"
+    optimizer = _optimizer(case, trained, sources)
+    make = f"lambda parameters: {_optimizer(case, 'parameters', sources)}"
+    return {
+        "loop": source,
+        "definitions_loop": definitions,
+        "optimizer": optimizer,
+        "make_optimizer": make if case.optimizer else None,
+    }
+
+
+def _with_imports(filled: str, sources: Sources) -> str:
+    """Return a script with the imports that its text needs."""
+    head, mark, text = filled.partition('"""\n\nIMPORTS\n')
     for module, imported in IMPORTS:
         if re.search(rf"(?<![\w.\"]){imported or re.escape(module)}\b", text):
             sources.imports.add((module, imported, None))
-    types = [
-        n
-        for n in ast.walk(ast.parse(text))
-        if getattr(n, "annotation", None) or getattr(n, "returns", None)
-    ]
-    future = "from __future__ import annotations\n\n" * bool(types)
-    return head + mark.replace("IMPORTS", future + sources.import_text()) + text + "\n"
+    imports = sources.import_text()
+    nodes = ast.walk(ast.parse(text))
+    if any(getattr(n, "annotation", None) or getattr(n, "returns", None) for n in nodes):
+        imports = f"from __future__ import annotations\n\n{imports}"
+    return head + mark.replace("IMPORTS", imports) + text + "\n"
 
 
 def _places(violation: Violation, instance: Instance) -> dict[str, Any]:
@@ -916,7 +956,7 @@ def _head(name: str, violation: Violation, needs: Sequence[str]) -> dict[str, st
         "title": [f"{name}: {violation_title(violation.kind, violation.diagnosis)}."],
         "what": [
             *textwrap.wrap(violation.explanation, WIDTH),
-            *(line for lines in wrapped for line in lines),
+            *chain.from_iterable(wrapped),
         ],
         "case": [f"    {line}" for line in describe_case(violation.case)],
         "needs": [" and ".join(needs)],

@@ -741,6 +741,7 @@ class Search:
                 self.stopped = f"shrinking stopped after {seconds:g} s, so a smaller case may exist"
                 return
             try:
+                # after so many in a row the case is judged, so that a search ends
                 if self._is_outside(case) and self._outside % ATTEMPTS:
                     raise RedrawError
                 verdict = self._simplest(case, shrinking=shrinking)

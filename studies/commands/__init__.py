@@ -11,6 +11,7 @@ from typing import Any
 from gradcheck_suite.cli import Command, Program
 from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli.exit_status import DISAGREEMENT, HOLDS, JUDGED, VIOLATED
+from gradcheck_suite.core.case import DEVICES
 from gradcheck_suite.core.records import append_record, write_document
 from gradcheck_suite.run import environment
 from studies.records import KINDS
@@ -127,3 +128,15 @@ def record_rows(arguments: Namespace, kind: str, data: Mapping[str, Any]) -> Non
     about = environment.environment()
     append_record(arguments.reports, KINDS[kind], data, environment=about)
     write_document(arguments.json, about, data)
+
+
+def add_rows(parser: parsers.Parser) -> None:
+    """Add `--device`, `--json` and `--reports` of a command that computes rows by torch and by JAX."""
+    parser.add_argument(
+        "--device",
+        type=parsers.one_of(DEVICES),
+        default="cpu",
+        help="where torch computes (default %(default)s)",
+    )
+    parsers.add_json(parser, "the rows")
+    parsers.add_reports(parser, "the rows are recorded in DIR/records")

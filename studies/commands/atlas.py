@@ -12,7 +12,7 @@ from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli import exit_status
 from gradcheck_suite.core.text import aligned
 from gradcheck_suite.errors import UsageError
-from studies.commands import prepare, record_rows
+from studies.commands import add_rows, prepare, record_rows
 
 
 def add_arguments(parser: parsers.Parser) -> None:
@@ -20,7 +20,7 @@ def add_arguments(parser: parsers.Parser) -> None:
     parser.add_argument(
         "operations", nargs="*", metavar="OPERATION", help="such as relu; without one, all of them"
     )
-    parsers.add_rows(parser)
+    add_rows(parser)
 
 
 def run(arguments: Namespace) -> int:

@@ -12,7 +12,7 @@ from gradcheck_suite.cli import exit_status
 from gradcheck_suite.core.text import of_bound
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.run import environment
-from studies.commands import prepare, record_rows
+from studies.commands import add_rows, prepare, record_rows
 
 
 def add_arguments(parser: parsers.Parser) -> None:
@@ -26,7 +26,7 @@ def add_arguments(parser: parsers.Parser) -> None:
         3,
         "runs of steps for each optimizer's settings, implementation and dtype",
     )
-    parsers.add_rows(parser)
+    add_rows(parser)
 
 
 def run(arguments: Namespace) -> int:

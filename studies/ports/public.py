@@ -295,10 +295,51 @@ def _keras_hub(row: Mapping[str, Any]) -> Any:
     return getattr(library, f"{row['model']}Model")(config), call, load
 
 
+def _ablanx(row: Mapping[str, Any]) -> Any:
+    models = importlib.import_module("ablang2.models.ablang2.ablang")
+    port = importlib.import_module("ablang_jax.model")
+    vocabulary, width, heads, blocks, padding = row["config"]
+    # the port's sizes are constants of its module, the width of its feed-forward layer a literal
+    sizes = {
+        "VOCAB": vocabulary,
+        "HID": width,
+        "N_HEAD": heads,
+        "N_BLOCK": blocks,
+        "HEAD_DIM": width // heads,
+    }
+    for name, value in sizes.items():
+        setattr(port, name, value)
+
+    class Hidden(nn.Module):
+        """The encoder and what it returns last."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.AbRep = models.AbRep(
+                *(vocabulary, width, heads, blocks, padding, padding + 1),
+                a_fn="swiglu",
+                dropout=0.0,
+            )
+            for block in self.AbRep.encoder_blocks:
+                block.intermediate_layer[0] = nn.Linear(width, 3840)
+                block.intermediate_layer[2] = nn.Linear(1920, width)
+
+        def forward(self, input_ids: Any) -> Any:
+            return self.AbRep(input_ids).last_hidden_states
+
+    def call(params: Any, given: Mapping[str, Any]) -> Any:
+        tokens = given["input_ids"]
+        mask = (tokens != padding).astype(params["aa_embed_layer"]["embedding"].dtype)
+        return port.Ablanx().apply({"params": params}, tokens, mask, return_attn=False)[0]
+
+    return Hidden(), call, port.load_ablanx_params
+
+
 BUILDERS: dict[str, Callable[..., Any]] = {
     "transformers": _transformers,
     "diffusers": _diffusers,
     "nnx": _nnx,
     "jaxonmodels": _jaxonmodels,
     "keras-hub": _keras_hub,
+    "ablanx": _ablanx,
 }

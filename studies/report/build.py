@@ -13,11 +13,12 @@ from gradcheck_suite.loops.jax_modes import JAX_MODES
 from gradcheck_suite.loops.reset_modes import MODES
 from gradcheck_suite.page import verdicts
 from gradcheck_suite.page.content import Answer, Figure, sources
-from gradcheck_suite.page.reading import Part, Records, by_device, current, device_name
+from gradcheck_suite.page.reading import Part, Records, device_name
 from gradcheck_suite.page.report import Contents
 from studies.records import KINDS
 from studies.report import charts, costs, evidence, subjects
 from studies.report.faster import step_times
+from studies.report.measurements import by_device, current
 
 PARTS: tuple[Part, ...] = (
     subjects.ON_GPUS, verdicts.VERIFICATION, verdicts.AUDITS, subjects.PUBLIC_SCRIPTS, costs.DECISION, costs.MEMORY,

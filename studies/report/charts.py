@@ -11,6 +11,7 @@ from typing import Any
 from gradcheck_suite.page.charts import (
     LINES,
     ROW,
+    SERIES,
     Rows,
     Spec,
     colour,
@@ -20,11 +21,33 @@ from gradcheck_suite.page.charts import (
     name,
     number,
     row_height,
-    shades,
     sized,
     tooltip,
     wrapped,
 )
+
+COLOURS = {
+    "zero_": "zero",
+    "None": "none",
+    "set_to_none": "none",
+    "zero_grad": "c4",
+    "zero_grad_foreach": "c5",
+    "flat_buffer": "c3",
+    "grad_none": "c1",
+    "jax_scan_carry": "c6",
+}
+"""Reset mode -> its colour in every plot. No other series has the colours of `zero_` and None."""
+
+
+def shades(modes: Sequence[str]) -> dict[str, str]:
+    """Return the colour of each reset mode, the same in every plot.
+
+    Other names get the remaining colours in turn.
+    """
+    rest = [shade for shade in SERIES if shade not in {COLOURS.get(mode) for mode in modes}]
+    unknown = [mode for mode in modes if mode not in COLOURS]
+    return {mode: COLOURS.get(mode) or rest[unknown.index(mode) % len(rest)] for mode in modes}
+
 
 # Plots of time and memory.
 

@@ -13,13 +13,12 @@ from gradcheck_suite.page.reading import (
     Facts,
     Part,
     Tone,
-    by_device,
-    current,
     device_name,
     latest,
     matrix_of,
 )
 from studies.report import charts, faster
+from studies.report.measurements import by_device, current
 from studies.reset_laws import bytes_saved_by_releasing
 from studies.reset_modes import BENCHMARKED
 

@@ -18,7 +18,8 @@ from scipy.stats import binomtest, false_discovery_control
 
 from gradcheck_suite.core.records import Data
 from gradcheck_suite.core.text import counted
-from gradcheck_suite.page.reading import DEVICES, by_device
+from gradcheck_suite.page.reading import DEVICES
+from studies.report.measurements import by_device
 
 LEVEL = 0.05
 """Expected share of wrong answers among the settings in which one mode is called faster (false discovery rate)."""

@@ -37,7 +37,11 @@ PACKAGES = (
     "flax",
     "diffusers",
     "jaxonmodels",
+    "ablang2",
+    "ablang_jax",
 )
+DISTRIBUTIONS = {"ablang_jax": "ablanx"}
+"""What is installed for a module of another name."""
 LIMIT_S = 300
 
 
@@ -63,7 +67,8 @@ class Finding:
         ]
         if "transformers" in found:
             found.append("accelerate")  # its Trainer asks for it
-        named = sorted(dict.fromkeys(name.replace("_", "-") for name in found))
+        installed = (DISTRIBUTIONS.get(name, name).replace("_", "-") for name in found)
+        named = sorted(dict.fromkeys(installed))
         return sorted(named, key=lambda name: name != self.path.parent.name)
 
     @property

@@ -98,6 +98,8 @@ PARTS: tuple[Part, ...] = (
     Part("verify", f"{SUITE} verify --framework jax --dtype bfloat16 --examples 20 --reports {{reports}}"),
     *(Part("zoo", f"{STUDIES_CAMPAIGN} --reports {{reports}} zoo --seeds 1 --sound-cases 50 --dtype {dtype}",
            "the known bugs, in each dtype" * (dtype == "float64")) for dtype in DTYPES[:3]),
+    Part("zoo-count", f"{STUDIES} zoo --counts --reports {{reports}}",
+         "after how many drawn cases each of ten seeds finds a known bug"),
     Part("calibration", f"{STUDIES_CAMPAIGN} --reports {{reports}} calibrate --checks 20000 --planted 60 --seed 1",
          "false alarms on sound loops, and the smallest planted errors found"),
     Part("bridge", "pytest -q -p no:cacheprovider studies/tests/architectures --full --bridge-records {reports}",

@@ -191,6 +191,184 @@ FUNCTIONS = {
 }
 """Custom functions and weights outside of recorded calls."""
 
+IGNORING = """
+class Dice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, p, t):
+        both, all = (p * t).sum(), p.sum() + t.sum()
+        ctx.save_for_backward(2 * both / all**2 - 2 * t / all)
+        return 1 - 2 * both / all
+    @staticmethod
+    def backward(ctx, g):
+        return {factor} * ctx.saved_tensors[0], None
+"""
+SWISH = """
+@torch.library.custom_op("{name}::swish", mutates_args=())
+def swish(x: torch.Tensor, beta: float) -> torch.Tensor:
+    return x * torch.sigmoid(beta * x)
+def set_up(ctx, inputs, output):
+    ctx.save_for_backward(inputs[0])
+    ctx.beta = inputs[1]
+def backward(ctx, g):
+    (x,) = ctx.saved_tensors
+    s = torch.sigmoid(ctx.beta * x)
+    return g * (s + {factor} * x * s * (1 - s)), None
+torch.library.register_autograd("{name}::swish", backward, setup_context=set_up)
+class Activation(torch.nn.Module):
+    def forward(self, x):
+        return swish(x, 1.7)
+"""
+WRITING = """
+class Half(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        {written}
+        return y.clone()
+    @staticmethod
+    def backward(ctx, g):
+        return 0.5 * g
+class Activation(torch.nn.Module):
+    def forward(self, x):
+        return Half.apply({before}(x))
+"""
+ODD = """
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        rows = {rows}
+        out = torch.zeros_like(x)
+        out[:rows] = 2 * x[:rows] * g[:rows]
+        return out
+class Activation(torch.nn.Module):
+    def forward(self, x):
+        return Square.apply(x)
+"""
+PENALTY = """
+class Softplus(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return F.softplus(x)
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * torch.sigmoid({x})
+class Activation(torch.nn.Module):
+    def forward(self, x):
+        return Softplus.apply(x)
+"""
+WITH_PENALTY = """
+x = torch.randn(6, 3).requires_grad_()
+(g,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+(model(torch.randn(6, 3)).mean() + (g.norm(dim=1) - 1).square().mean()).backward()
+"""
+MEMORY = """
+memory = torch.empty(8)
+class Gain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        if w.dtype != memory.dtype:
+            return g * w, (g * x).sum(0)
+        torch.sum(g * x, 0, out=memory)
+        return g * w, {given}
+class Activation(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.ones(8))
+    def forward(self, x):
+        return Gain.apply(x, self.w)
+"""
+FIVE = "model(torch.randn(5, 3)).square().mean().backward()"
+LATE_ODD = "model(torch.randn(4 - step % 2 if step > 2 else 4, 3)).square().mean().backward()"
+FUNCTIONS.update(
+    {
+        "faulty_ignores_its_gradient": violated(
+            "wrong-backward",
+            "y = model(torch.randn(5, 3))\nt = (torch.randn(5, 1) > 0).float()\n"
+            "(y.square().mean() + 0.1 * Dice.apply(y.sigmoid(), t)).backward()",
+            before=IGNORING.format(factor=1),
+        ),
+        "sound_takes_its_gradient": holds(
+            "y = model(torch.randn(5, 3))\nt = (torch.randn(5, 1) > 0).float()\n"
+            "(y.square().mean() + 0.1 * Dice.apply(y.sigmoid(), t)).backward()",
+            before=IGNORING.format(factor="g"),
+        ),
+        "sound_ignores_a_gradient_of_1": holds(
+            "y = model(torch.randn(5, 3))\nt = (torch.randn(5, 1) > 0).float()\n"
+            "(y.square().mean() + Dice.apply(y.sigmoid(), t)).backward()",
+            before=IGNORING.format(factor=1),
+        ),
+        "faulty_operator": violated(
+            "wrong-backward",
+            FIVE,
+            before=SWISH.format(name="faulty_operator", factor=1),
+            model=IN_BETWEEN,
+        ),
+        "sound_operator": holds(
+            FIVE,
+            before=SWISH.format(name="sound_operator", factor="ctx.beta"),
+            model=IN_BETWEEN,
+        ),
+        "faulty_writes_what_another_reads": violated(
+            "wrong-backward",
+            FIVE,
+            before=WRITING.format(written="y = x.data.mul_(0.5)", before="torch.tanh"),
+            model=IN_BETWEEN,
+        ),
+        "sound_writes_what_none_reads": holds(
+            FIVE,
+            before=WRITING.format(written="y = x.data.mul_(0.5)", before="torch.neg"),
+            model=IN_BETWEEN,
+        ),
+        "sound_writes_nothing": holds(
+            FIVE,
+            before=WRITING.format(written="y = x.detach() * 0.5", before="torch.tanh"),
+            model=IN_BETWEEN,
+        ),
+        "faulty_for_a_later_shape": violated(
+            "wrong-backward",
+            LATE_ODD,
+            before=ODD.format(rows="len(x) // 2 * 2"),
+            model=IN_BETWEEN,
+            steps=8,
+        ),
+        "sound_for_a_later_shape": holds(
+            LATE_ODD, before=ODD.format(rows="len(x)"), model=IN_BETWEEN, steps=8
+        ),
+        "faulty_penalty_lost": violated(
+            "wrong-backward", WITH_PENALTY, before=PENALTY.format(x="x.detach()"), model=IN_BETWEEN
+        ),
+        "sound_penalty": holds(WITH_PENALTY, before=PENALTY.format(x="x"), model=IN_BETWEEN),
+        "faulty_same_memory": violated(
+            "wrong-backward",
+            "(model(torch.randn(5, 3)).square().mean() / 3).backward()",
+            before=MEMORY.format(given="memory.view(8)"),
+            model=IN_BETWEEN,
+            passes=3,
+        ),
+        "sound_same_memory_copied": holds(
+            "(model(torch.randn(5, 3)).square().mean() / 3).backward()",
+            before=MEMORY.format(given="memory.clone()"),
+            model=IN_BETWEEN,
+            passes=3,
+        ),
+        "sound_same_memory_of_one_pass": holds(
+            FIVE, before=MEMORY.format(given="memory.view(8)"), model=IN_BETWEEN
+        ),
+    }
+)
+"""Functions whose fault shows at some call, in what came to them, or in what others read."""
+
 AROUND = {
     "before": 'around = torch.autocast("cpu", dtype=torch.bfloat16)\naround.__enter__()\n',
     "tail": "around.__exit__(None, None, None)",
@@ -406,6 +584,46 @@ def _of_torch(p: float, *, reentrant: bool, preserves: bool) -> dict:
     return {"before": text, "model": "Model()", "passes": 2}
 
 
+NOISY = """
+from torch.utils.checkpoint import checkpoint
+class Noisy(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 8)
+    def forward(self, x):
+        {drawn}
+        return self.inner(x * scale).tanh()
+class Activation(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.noisy = Noisy()
+    def forward(self, x):
+        return checkpoint(self.noisy, x, use_reentrant=False)
+"""
+FROM_PYTHON = {
+    "faulty_python_draws_again": violated(
+        "wrong-backward",
+        FIVE,
+        before=NOISY.format(drawn="scale = torch.tensor(random.choice((0.25, 1.0, 3.0)))"),
+        model=IN_BETWEEN,
+    ),
+    "faulty_numpy_draws_again": violated(
+        "wrong-backward",
+        FIVE,
+        before=NOISY.format(drawn="scale = torch.from_numpy(numpy.random.rand(8)).float()"),
+        model=IN_BETWEEN,
+    ),
+    # the graph keeps a number that is no tensor
+    "sound_python_draws_what_is_kept": holds(
+        FIVE,
+        before=NOISY.format(drawn="return random.choice((0.25, 1.0, 3.0)) * self.inner(x).tanh()"),
+        model=IN_BETWEEN,
+    ),
+    "sound_python_draws_for_a_print": holds(
+        FIVE, before=NOISY.format(drawn="scale = 1 + 0 * random.random()"), model=IN_BETWEEN
+    ),
+}
+"""Checkpoints of modules that draw from Python's or numpy's generators."""
 CHECKPOINTS = {
     "faulty_own_checkpoint": violated(
         "wrong-backward", SQUARED, before=AGAIN.format(restore="pass"), model="Model()", passes=2
@@ -1012,11 +1230,104 @@ DIVERGING = {
         steps=12,
     ),
 }
+COUNTS = """
+import torch
+import torch.nn.functional as F
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+count = 0
+for step in range(5):
+    sizes = torch.randint(2, 9, (3,)).tolist()
+    count {counts} sum(sizes)
+    for n in sizes:
+        loss = F.cross_entropy(model(torch.randn(n, 4)), torch.randint(0, 3, (n,)), reduction="sum")
+        (loss{of_loss}).backward()
+    for p in model.parameters():
+        p.grad /= {of_gradient}
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+RUNNING = {
+    "faulty_running_count_of_losses": Script(
+        COUNTS.format(counts="+=", of_loss=" / count", of_gradient="1"),
+        "violated",
+        ("wrong-count",),
+    ),
+    "faulty_running_count_of_gradients": Script(
+        COUNTS.format(counts="+=", of_loss="", of_gradient="count"), "violated", ("wrong-count",)
+    ),
+    "sound_count_of_losses": Script(
+        COUNTS.format(counts="=", of_loss=" / count", of_gradient="1"), "holds"
+    ),
+    "sound_count_of_gradients": Script(
+        COUNTS.format(counts="=", of_loss="", of_gradient="count"), "holds"
+    ),
+}
+"""Sums that are divided by a count which is never reset, and twins that begin anew."""
+ANEW = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Softplus(), torch.nn.Linear(6, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+have = 0
+for i in range({rounds}):
+    x = torch.randn(5, 4)
+    if i in ({spike}, 16):
+        x[1] = float("inf")
+    loss = model(x).square().mean() / 3
+    if not loss.isfinite():
+        optimizer.zero_grad()
+        {after}
+        continue
+    loss.backward()
+    have += 1
+    if have == 3:
+        optimizer.step()
+        optimizer.zero_grad()
+        have = 0
+"""
+SKIPPED = {
+    "faulty_counter_runs_on_after_a_reset": Script(
+        ANEW.format(rounds=24, spike=1, after="have += 1"), "violated", ("reset-inside-window",)
+    ),
+    "sound_window_begun_anew": Script(ANEW.format(rounds=23, spike=7, after="have = 0"), "holds"),
+    "sound_first_window_begun_anew": Script(
+        ANEW.format(rounds=23, spike=1, after="have = 0"), "holds"
+    ),
+}
+"""Windows that a spike throws away."""
+KEPT = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 2)
+parameters = [*model.parameters()]
+optimizer = torch.optim.SGD(parameters, lr=0.1)
+for step in range(4):
+    kept = []
+    for _ in range(4):
+        loss = (model(torch.randn(5, 3)) - 1).square().mean()
+        kept.append(torch.autograd.grad(loss, parameters))
+    for i, p in enumerate(parameters):
+        p.grad = sum(one[i] for one in kept{which}) / 4
+    optimizer.step()
+"""
+RESULTS = {
+    "faulty_last_result_left_out": Script(
+        KEPT.format(which="[:-1]"), "violated", ("dropped-micro-batch",)
+    ),
+    "faulty_last_result_alone": Script(
+        KEPT.format(which="[-1:]"), "violated", ("reset-inside-window",)
+    ),
+    "sound_all_results": Script(KEPT.format(which=""), "holds"),
+}
+"""Results of `torch.autograd.grad` that the program puts together."""
 EVIDENCE = {
     **FUNCTIONS,
     **CASTS,
     **WRITTEN,
     **INPUTS,
+    **FROM_PYTHON,
     **CHECKPOINTS,
     **EDITS,
     **OF_HANDS,
@@ -1027,4 +1338,7 @@ EVIDENCE = {
     **BETWEEN,
     **AGAIN,
     **DIVERGING,
+    **RUNNING,
+    **SKIPPED,
+    **RESULTS,
 }

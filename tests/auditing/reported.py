@@ -255,7 +255,7 @@ for step in range(4):
     opt.step()
     opt.zero_grad(set_to_none=False)
 """,
-        finding="!moves with every micro-batch",
+        finding="!is stepped with every micro-batch",
         head=HEAD,
     ),
     "sound_handed_over_once": _script("holds", HANDED_OVER.replace("TO_NONE", "False")),

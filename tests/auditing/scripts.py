@@ -909,7 +909,7 @@ for n in numbers:
     "sound_rows_of_padding": sound("*[4] * 8", **PADDED, backward=DIVIDED_BACKWARD),
     "faulty_rows_of_padding": faulty("wrong-scale", "*[4] * 8", **PADDED),
     "unjudged_gradients_of_zero": unjudged(
-        "every gradient that goes backward here is exactly 0",
+        "backward() computes gradients here that are all exactly 0",
         model="toy.classifier(1)",
         loss="loss = F.cross_entropy(model(x), y * 0) / len(window)",
     ),

@@ -104,6 +104,6 @@ def test_a_hook_that_a_forward_sets_on_a_tensor_is_told_where_it_changes_the_gra
     result, _ = audited(path)
     said = [one.sentence for one in result.named_findings if one.name == "hook-factor"]
     assert result.verdict == "holds", result
-    assert [one.endswith("of its size") and "hooked.py:10" in one for one in said] == [True] * (
-        returned != "None"
-    ), result
+    assert [one.endswith("what is below it") and "hooked.py:10" in one for one in said] == [
+        True
+    ] * (returned != "None"), result

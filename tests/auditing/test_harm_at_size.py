@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import gradcheck_suite
-from gradcheck_suite.auditing import judge, recorder, samples
+from gradcheck_suite.auditing import judge, parameter_points, places, recorder, samples, strays
 from gradcheck_suite.auditing.places import Place, lines_with
 from gradcheck_suite.auditing.schedule import ATTEMPTS, Schedule
 from gradcheck_suite.core.options import AuditOptions
@@ -151,9 +151,15 @@ def test_a_long_script_is_read_once(tmp_path, monkeypatch):
     assert len(reads) == 1
 
 
-def test_what_is_kept_does_not_grow_with_the_optimizers_that_are_gone():
+def test_what_is_kept_does_not_grow_with_the_optimizers_that_are_gone(monkeypatch):
     audit = gradcheck_suite.audit(quiet=True).open()
     sizes = list[int]()
+    searches = list[int]()
+    living = places.living
+    for one in (recorder, strays, parameter_points):
+        monkeypatch.setattr(
+            one, "living", lambda *kinds: searches.append(len(sizes)) or living(*kinds)
+        )
     for task in range(600):
         weight = torch.nn.Parameter(torch.randn(4))
         optimizer = torch.optim.SGD([weight], lr=0.1)
@@ -168,6 +174,8 @@ def test_what_is_kept_does_not_grow_with_the_optimizers_that_are_gone():
             assert not kept.records or schedule._in_a_row <= 12
     result = audit.close()
     assert max(sizes[10:]) <= 10
+    # a search through all objects takes longer than a task
+    assert len(searches) <= 3
     assert result.holds
     # the first windows, and a few more that the budget pays for
     assert result.windows < 200

@@ -100,7 +100,7 @@ def _run(change, monkeypatch):
     optimizer = torch.optim.SGD(own, lr=0.01)
     events = []
     walks = []
-    receive = context.audit._receive
+    receive = context.TorchAudit._receive
     below = recorder.leaves_below
 
     def received(self, event):
@@ -110,7 +110,7 @@ def _run(change, monkeypatch):
             events.append((set(event.gradients), event.has_unseen))
         receive(self, event)
 
-    monkeypatch.setattr(context.audit, "_receive", received)
+    monkeypatch.setattr(context.TorchAudit, "_receive", received)
     monkeypatch.setattr(recorder, "leaves_below", lambda nodes: walks.append(1) or below(nodes))
     with gradcheck_suite.audit(quiet=True, without=("batch",), budget="none") as audit:
         for window in range(WINDOWS):
@@ -120,7 +120,7 @@ def _run(change, monkeypatch):
                 (loss / PASSES).backward()
             optimizer.step()
             optimizer.zero_grad()
-    monkeypatch.setattr(context.audit, "_receive", receive)
+    monkeypatch.setattr(context.TorchAudit, "_receive", receive)
     monkeypatch.setattr(recorder, "leaves_below", below)
     return events, len(walks), audit.result
 

@@ -1,13 +1,15 @@
-"""Where a program is in its loops, whatever the interpreter compiles them to."""
+"""Where a program is: in its loops, whatever the interpreter compiles them to, and in a stack."""
 
 from __future__ import annotations
 
+import sysconfig
 import types
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from gradcheck_suite.auditing.places import Loop, loop_here
+from gradcheck_suite.auditing.places import Loop, in_trace, loop_here
 
 LINES = """
 def program(see):
@@ -66,3 +68,22 @@ def test_the_loops_around_the_innermost_one_tell_epochs_apart(text):
 
 def test_an_outer_name_that_the_inner_loop_binds_again_tells_nothing():
     assert {loop for _, loop in _loops(BOUND_AGAIN)} == {None}
+
+
+@pytest.mark.parametrize(("through_libraries", "expected"), [(True, "train.py:16"), (False, None)])
+def test_what_a_library_divides_is_at_no_line_of_the_users(through_libraries, expected):
+    trainer = Path(sysconfig.get_path("purelib")) / "trainer" / "loop.py"
+    entries = [
+        '  File "train.py", line 16, in <module>\n    trainer.fit(model)\n',
+        f'  File "{trainer}", line 5, in fit\n    loss = loss / self.accumulate\n',
+    ]
+    assert in_trace(entries, through_libraries=through_libraries) == expected
+
+
+def test_what_the_user_divides_is_at_its_line_whatever_has_called_it():
+    trainer = Path(sysconfig.get_path("purelib")) / "trainer" / "loop.py"
+    entries = [
+        f'  File "{trainer}", line 5, in fit\n    self.module.training_step(batch)\n',
+        '  File "train.py", line 7, in training_step\n    return loss / 4\n',
+    ]
+    assert in_trace(entries, through_libraries=False) == "train.py:7"

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import gradcheck_suite
 from gradcheck_suite.__main__ import main
 from gradcheck_suite.auditing import custom_functions
-from gradcheck_suite.auditing.custom_functions import GIVEN, LEAST, first_calls, judge_function
+from gradcheck_suite.auditing.custom_functions import GIVEN, LEAST, judge_function
+from gradcheck_suite.auditing.function_calls import first_calls
 from gradcheck_suite.auditing.recomputation import NOT_CALLED
 from tests.auditing.running import audited
 
@@ -280,7 +281,7 @@ def judged(kind, *arguments):
     apply = kind.apply  # as programs keep it
     with first_calls({kind}) as calls:
         apply(*arguments)
-    return judge_function(calls[kind])
+    return judge_function(*calls[kind].values())
 
 
 def leaf(*shape, dtype=torch.float32):
@@ -434,7 +435,7 @@ def test_random_numbers_are_those_of_the_call():
 
     for factor, fault in (
         (1, ""),
-        (0.5, "with respect to argument 0 it is 0.5 times the derivative"),
+        (0.5, "with respect to argument 0 it is 0.5 times the derivative of its forward"),
     ):
         kind = custom(
             forward, lambda context, g, factor=factor: factor * g * context.kept, own_context=True
@@ -449,7 +450,7 @@ def test_a_function_that_writes_to_its_argument():
 
     for factor, fault in (
         (3, ""),
-        (1, "with respect to argument 0 it is 0.333 times the derivative"),
+        (1, "with respect to argument 0 it is 0.333 times the derivative of its forward"),
     ):
         kind = custom(
             forward, lambda context, gradient, factor=factor: factor * gradient, own_context=True
@@ -466,7 +467,10 @@ def test_an_output_that_is_marked_as_not_differentiable_is_left_out():
         context.mark_non_differentiable(logged)
         return x.tanh(), logged
 
-    for factor, fault in ((1, ""), (2, "with respect to argument 0 it is 2 times the derivative")):
+    for factor, fault in (
+        (1, ""),
+        (2, "with respect to argument 0 it is 2 times the derivative of its forward"),
+    ):
 
         def backward(context, gradient, _, factor=factor):
             return factor * gradient * slope(*context.saved_tensors)
@@ -585,3 +589,47 @@ def test_a_large_call_is_not_judged_and_this_is_said(monkeypatch):
         "its arguments have 40 elements"
         in judged(elementwise(lambda x: x * 2, ones), leaf(8, 5)).note
     )
+
+
+class _Again(torch.autograd.Function):
+    """A checkpoint of one's own that calls functions and no module, without the random state."""
+
+    @staticmethod
+    def forward(ctx, run, x, *parameters):
+        ctx.run = run
+        ctx.parameters = parameters
+        ctx.save_for_backward(x)
+        return run(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.run(x)
+        return None, *torch.autograd.grad(y, (x, *ctx.parameters), gradient)
+
+
+class _OfFunctions(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(3, 4)
+        self.weight = torch.nn.Parameter(torch.randn(1, 4))
+
+    def forward(self, x):
+        def run(hidden):
+            return F.linear(F.dropout(hidden), self.weight)
+
+        return _Again.apply(run, self.first(x), self.weight)
+
+
+def test_a_checkpoint_that_calls_functions_alone_is_said_not_to_be_checked():
+    torch.manual_seed(0)
+    model = _OfFunctions()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradcheck_suite.audit(quiet=True) as audit:
+        for _ in range(4):
+            model(torch.randn(5, 3)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    said = [str(f) for f in audit.result.named_findings if f.name == "custom-function"]
+    assert any("_Again: its backward was not checked" in one for one in said), audit.result

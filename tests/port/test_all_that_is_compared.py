@@ -298,3 +298,38 @@ def test_a_schedule_and_a_setting_are_told_apart():
     adamw = optax.adamw(lambda n: 0.1 * 0.8**n, b2=0.99, weight_decay=0.1)
     result = judged(scheduled(lambda n: 1 / (n + 1), adamw))
     assert [f.cause for f in result.differences] == ["betas and learning-rate"]
+
+
+# What comes behind an unknown difference.
+
+
+class Bent(nn.Module):
+    """Two linear maps with a function between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.erfinv(0.5 * torch.tanh(self.a(x))))
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_gradients_and_updates_behind_an_unknown_difference_are_compared(learns):
+    def apply(p: Any, x: Any) -> Any:
+        h = dense(p, x, "a.")
+        h = jnp.tanh(h) * jnp.exp(-0.3 * h**2) + 0.11 * jnp.cos(3 * h)
+        weight = p["b.weight"] if learns else jax.lax.stop_gradient(p["b.weight"])
+        return h @ weight.T + p["b.bias"]
+
+    torch.manual_seed(0)
+    optimizers = {
+        "torch_optimizer": lambda p: torch.optim.SGD(p, 0.1),
+        "jax_optimizer": optax.sgd(0.2),
+    }
+    result = judged(pair_of(Bent(), apply, (X,), **optimizers))
+    kinds = [(f.kind, f.cause) for f in result.differences]
+    assert ("forward", "unknown") in kinds
+    assert ("update", "learning-rate") in kinds
+    assert [f.kind for f in result.differences].count("gradient") == (0 if learns else 1)
+    assert any("of what comes behind the unknown difference alone" in n for n in result.notes)

@@ -5,8 +5,6 @@ for a bad pair.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import textwrap
 from importlib.resources import files
 from typing import Any
@@ -463,28 +461,3 @@ def test_updates_of_linen_leave_running_statistics_alone():
     made |= {"torch_optimizer": lambda p: torch.optim.SGD(p, 0.1), "jax_optimizer": optax.sgd(0.2)}
     found = judge_function(lambda: made, "pair").findings
     assert [(f.kind, f.cause) for f in found] == [("update", "learning-rate")]
-
-
-OPTIMIZERS = """
-    import sys
-    import torch
-    from gradcheck_suite.port.pair import without_compiler
-
-    def stepped():
-        p = torch.nn.Parameter(torch.ones(2))
-        p.grad = torch.ones(2)
-        torch.optim.AdamW([p]).step()
-
-    with without_compiler():
-        stepped()
-    assert "torch._dynamo" not in sys.modules
-    assert not hasattr(torch.optim.Optimizer.add_param_group.__wrapped__, "__dynamo_disable")
-    with without_compiler():
-        assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)) == 2
-    assert callable(sys.modules["torch._dynamo"].optimize)
-    stepped()
-"""
-
-
-def test_steps_of_optimizers_import_torch_s_compiler_only_where_it_is_used():
-    subprocess.run([sys.executable, "-c", textwrap.dedent(OPTIMIZERS)], check=True)

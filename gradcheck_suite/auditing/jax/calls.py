@@ -20,6 +20,7 @@ import jax
 from jax._src.api_util import infer_argnums_and_argnames
 from jax._src.core import trace_state_clean
 
+from gradcheck_suite.auditing.jax.equations import bind
 from gradcheck_suite.auditing.jax.functions import printed_once
 from gradcheck_suite.auditing.jax.losses import UNMARKED
 
@@ -45,7 +46,7 @@ class Observer(Protocol):
     def wants_calls(self) -> bool:
         """Return whether calls are looked at now."""
 
-    def on_call(self, function: Compiled, look: Callable[[], Call]) -> None:
+    def on_call(self, function: object, look: Callable[[], Call]) -> None:
         """Look at a call before it is made; raises nothing."""
 
 
@@ -189,6 +190,36 @@ def _inferred(mapped: Any) -> Callable[..., Any] | None:
         return None
     found: Callable[..., Any] = lower.__closure__[names.index("infer_params")].cell_contents  # type: ignore[union-attr]
     return found
+
+
+class Loop:
+    """A scan, a loop or a branch outside of any compiled function, which JAX compiles by itself.
+
+    Its program was traced when it was called, so that the script's Python does not run again.
+
+    Args:
+        primitive: of JAX.
+        real: evaluates it.
+    """
+
+    def __init__(self, primitive: Any, real: Callable[..., Any]) -> None:
+        self._primitive = primitive
+        self._real = real
+
+    def __call__(self, *args: Any, **params: Any) -> Any:
+        """Look at the loop, and evaluate it."""
+        observer = OBSERVERS[-1] if OBSERVERS else None
+        if observer is not None and observer.wants_calls() and is_eager():
+            observer.on_call(self, lambda: self._look(args, params))
+        return self._real(*args, **params)
+
+    def _look(self, args: Sequence[Any], params: dict[str, Any]) -> Call:
+        closed = jax.make_jaxpr(lambda *some: bind(self._primitive, params, some))(*args)
+        return Call(closed, list(args), f"a {self._primitive.name}")
+
+
+LOOPS = (jax.lax.scan_p, jax.lax.while_p, jax.lax.cond_p)
+"""Primitives with programs in them that are evaluated outside of compiled functions, too."""
 
 
 def jit(*functions: Any, **options: Any) -> Any:

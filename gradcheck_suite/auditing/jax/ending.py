@@ -27,6 +27,7 @@ def judge_end(judge: JaxJudge, *, complete: bool) -> None:
         judge: of the run.
         complete: whether the run ended by itself, and was watched to its end.
     """
+    judge.settle_unsure()
     for optimizer in judge.optimizers.values():
         _judge_held(judge, optimizer)
         _note_never(judge, optimizer)
@@ -44,19 +45,19 @@ def judge_end(judge: JaxJudge, *, complete: bool) -> None:
 
 def _judge_held(judge: JaxJudge, optimizer: Optimizer) -> None:
     mark = optimizer.mark
-    if mark is None or not optimizer.times_withheld:
+    if mark is None or not optimizer.held.all_times:
         return
     if not optimizer.steps:
-        said = f"the optimizer gave updates of 0 in all of its {optimizer.times_withheld} calls"
+        said = f"the optimizer gave updates of 0 in all of its {optimizer.held.all_times} calls"
         judge.verdicts.notes[finding("no-update", said, mark.place)] += 1
     elif judge.verdicts.holds_back(optimizer) and None in judge.verdicts.held.get(
         optimizer.index, []
     ):
-        calls = optimizer.times_withheld + optimizer.steps
+        calls = optimizer.held.times + optimizer.steps
         fault = StepFault(
             "step-per-micro-batch",
             f"the optimizer's state moves at each of {calls} gradients, and its updates are held"
-            f" back in {optimizer.times_withheld} of them: accumulate gradients, not updates, as"
+            f" back in {optimizer.held.times} of them: accumulate gradients, not updates, as"
             " `optax.MultiSteps` does",
             kind="step-count",
         )
@@ -114,7 +115,8 @@ def _judge_tail(judge: JaxJudge, optimizer: Optimizer) -> None:
 
 def _judge_points(judge: JaxJudge) -> None:
     """Judge parameters that stay the same while an optimizer steps on their gradients."""
-    stale = {one.where for one in judge.verdicts.found if one.diagnosis == "stale-parameters"}
+    told = ("stale-parameters", "parameter-not-updated")
+    stale = {one.where for one in judge.verdicts.found if one.diagnosis in told}
     for points in judge.points.values():
         first = points.first
         mark = points.first.mark

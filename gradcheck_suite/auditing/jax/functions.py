@@ -14,7 +14,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any
 
@@ -22,7 +22,13 @@ import jax
 import numpy as np
 
 from gradcheck_suite.auditing.jax.equations import flatten, is_float
-from gradcheck_suite.auditing.jax.losses import UNMARKED, custom_rules, terms_of, varying
+from gradcheck_suite.auditing.jax.losses import (
+    UNMARKED,
+    adds_up_over_devices,
+    custom_rules,
+    terms_of,
+    varying,
+)
 from gradcheck_suite.auditing.jax.marks import Mark, PassMark, UpdateMark, coarsest, put_mark
 from gradcheck_suite.auditing.places import Place, here
 
@@ -89,6 +95,16 @@ def _current(kind: type[Mark] = PassMark) -> Marking | None:
     return _marking[-1]
 
 
+@contextlib.contextmanager
+def _inside_of_loss() -> Iterator[None]:
+    """Take no gradient for a pass: it belongs to a loss, or to the rule of a function in it."""
+    _stack.losses += 1
+    try:
+        yield
+    finally:
+        _stack.losses -= 1
+
+
 def place_here() -> Place:
     """Return the place in the user's files that runs."""
     found = here()
@@ -148,11 +164,8 @@ def trace_loss(
         made["traced"] = [i for i, is_in in enumerate(traced) if is_in]
         return [results[i] for i in made["traced"]]
 
-    _stack.losses += 1
-    try:
+    with _inside_of_loss():
         closed = jax.make_jaxpr(of_leaves)(*leaves)
-    finally:
-        _stack.losses -= 1
 
     def evaluate(*some: Any, **_: Any) -> Any:
         now = jax.tree.leaves([some[n] for n in argnums])
@@ -230,6 +243,7 @@ def _mark_pass(now: Marking, loss: Any, gradient: Any, traced: TracedLoss, cotan
         rules=custom_rules(program, trained),
         # what differs between devices, where the gradient does not, JAX has added up over them
         reduced=tuple(sorted(axes - _varying_over(given))),
+        adds_up_loss=adds_up_over_devices(program, trained),
         scaled=cotangent is not None,
     )
     through = put_mark(mark, given, [loss, *inputs])
@@ -263,7 +277,8 @@ def value_and_grad(
         if traced is None:
             return real(*args, **kwargs)
         of_traced = UNMARKED.value_and_grad(traced.evaluate, argnums, has_aux, **options)
-        value, gradient = of_traced(*args, **kwargs)
+        with _inside_of_loss():
+            value, gradient = of_traced(*args, **kwargs)
         loss = value[0] if has_aux else value
         return value, _marked(now, loss, gradient, traced)
 
@@ -305,14 +320,47 @@ def vjp(fun: Callable[..., Any], *primals: Any, has_aux: bool = False, **options
         traced = _traced(now, fun, primals, {}, range(len(primals)))
     if now is None or traced is None:
         return UNMARKED.vjp(fun, *primals, has_aux=has_aux, **options)
-    value, back, *aux = UNMARKED.vjp(traced.evaluate, *primals, has_aux=has_aux, **options)
+    with _inside_of_loss():
+        value, back, *aux = UNMARKED.vjp(traced.evaluate, *primals, has_aux=has_aux, **options)
     if getattr(value, "shape", None) != () or not is_float(value):
         return (value, back, *aux)
 
-    def marked_back(cotangent: Any) -> Any:
-        return _marked(now, value, back(cotangent), traced, cotangent)
+    marked = _MarkedBack(now, traced)
+    given = list(traced.leaves), list(traced.closed.consts)
+    # a pytree, as what JAX returns is: it may be a residual, or the result of a compiled function
+    return (value, jax.tree_util.Partial(marked, back, value, *given), *aux)
 
-    return (value, marked_back, *aux)
+
+class _MarkedBack:
+    """Computes a gradient from a cotangent, and marks it.
+
+    Args:
+        now: the marking.
+        traced: the loss.
+    """
+
+    def __init__(self, now: Marking, traced: TracedLoss) -> None:
+        self._now = now
+        self._traced = traced
+
+    def __call__(
+        self, back: Any, value: Any, leaves: list[Any], constants: list[Any], cotangent: Any
+    ) -> Any:
+        """Return the gradient.
+
+        Args:
+            back: what JAX returned.
+            value: of the loss.
+            leaves: that it is differentiated by.
+            constants: that it was traced with.
+            cotangent: of the value.
+        """
+        traced = self._traced
+        if constants:  # where they were traced, others may stand in their place now
+            traced = replace(traced, closed=traced.closed.replace(consts=constants))
+        with _inside_of_loss():
+            gradient = back(cotangent)
+        return _marked(self._now, value, gradient, replace(traced, leaves=leaves), cotangent)
 
 
 # Optimizers.

@@ -57,6 +57,32 @@ class Points:
         self.last = self.first
 
 
+@dataclass(frozen=True, eq=False)
+class Unsure:
+    """An update in the direction of the gradient: a step, or a transformation such as clipping.
+
+    What comes next tells: a gradient by the same parameters, or another update of the same shapes,
+    shows that nothing has stepped.
+
+    Attributes:
+        optimizer: whose update it is.
+        given: holds the gradient that it was given.
+        event: the update.
+        mark: of it.
+    """
+
+    optimizer: Optimizer
+    given: MarkEvent
+    event: MarkEvent
+    mark: UpdateMark
+
+    def keeps_direction(self) -> bool:
+        """Return whether the update is along the gradient, and not against it."""
+        gradient = np.asarray(self.given.values["gradient"]["sample"], float)
+        update = np.asarray(self.event.values["update"]["sample"], float)
+        return gradient.shape == update.shape and bool(np.vdot(gradient, update) > 0)
+
+
 @dataclass(eq=False)
 class JaxJudge:
     """Takes the events of a run of JAX, and judges its steps.
@@ -94,6 +120,7 @@ class JaxJudge:
         self._inner: MarkEvent | None = None
         self._has_updates = False
         self._last_update: MarkEvent | None = None
+        self._unsure: Unsure | None = None
 
     # Events.
 
@@ -101,6 +128,7 @@ class JaxJudge:
         """Take what happened."""
         for event in events:
             if isinstance(event, Cut):
+                self.settle_unsure()
                 self.generation += 1
                 self._columns.clear()
                 self.steps += event.steps
@@ -117,6 +145,7 @@ class JaxJudge:
         found = columns_of(event, self._number)
         mark = found[0].mark
         self.places.add(mark.place)
+        self.settle_unsure(now=found[0])
         if not self.has_optimizer():
             self._on_point(found[0])
         self._columns = [*self._columns, *found][-MOST_OPEN:]
@@ -127,7 +156,7 @@ class JaxJudge:
         points.is_moving = points.is_moving or not is_same_point(points.first, found[0])
         self._judge_rules(found[0])
         if found[0].copies:
-            said = "of the gradients under a `vmap`, those of the first copy were judged"
+            said = "of the gradients of several copies, as of a `vmap`, those of the first one were judged"
             self.verdicts.notes[finding("mapped-copies", said, mark.place)] += 1
 
     def _on_point(self, column: Column) -> None:
@@ -154,22 +183,59 @@ class JaxJudge:
             self._withdraw_implicit()
         self.places.add(mark.place)
         given = inner if inner is not None else event
-        if self._continues(given):
-            self._last_update = event
-            return
+        continues = self._continues(given)
+        if self._unsure is not None:
+            is_of_same = not continues and self._unsure.mark.shapes == mark.shapes
+            self.settle_unsure(is_step=not is_of_same)
         self._last_update = event
+        if continues:
+            return
         optimizer = self._optimizer_of(mark)
         moved = bool(np.all(event.values["moved"]))
         if not moved:
-            norms = np.asarray(given.values["gradient"]["norms"])
-            if inner is None and np.isfinite(norms).all() and norms.any():
-                optimizer.times_withheld += 1
-                optimizer.withheld += self.own_columns(mark.shapes)
-                self._columns = [one for one in self._columns if select(one, mark.shapes) is None]
+            self._hold_back(optimizer, given, mark, is_inner=inner is not None)
             return
-        self._step(optimizer, given, event, mark)
+        update = Unsure(optimizer, given, event, mark)
+        optimizer.turns = optimizer.turns or not update.keeps_direction()
+        if optimizer.turns:
+            self._take_step(update)
+        else:
+            self._unsure = update
+
+    def _hold_back(
+        self, optimizer: Optimizer, given: MarkEvent, mark: UpdateMark, *, is_inner: bool
+    ) -> None:
+        """Take an update that was 0."""
+        norms = np.asarray(given.values["gradient"]["norms"])
+        if not np.isfinite(norms).all() or not norms.any():
+            return
+        optimizer.held.all_times += 1
+        if not is_inner:  # `MultiSteps` is known to hold back
+            optimizer.held.times += 1
+            optimizer.held.columns += self.own_columns(mark.shapes)
+            self._columns = [one for one in self._columns if select(one, mark.shapes) is None]
+
+    def settle_unsure(self, now: Column | None = None, *, is_step: bool | None = None) -> None:
+        """Tell whether the last update was a step, where it was not clear.
+
+        Args:
+            now: the next gradient: by the same parameters as the one before, nothing has stepped.
+            is_step: whether it was one, where that is known.
+        """
+        update = self._unsure
+        self._unsure = None
+        if update is None:
+            return
+        if is_step is None:
+            before = [one for one in self._columns if now and one.mark.place == now.mark.place]
+            is_step = not (now and before and is_same_point(before[-1], now))
+        if is_step:
+            self._take_step(update)
+
+    def _take_step(self, update: Unsure) -> None:
+        self._step(update.optimizer, update.given, update.event, update.mark)
         self.steps += 1
-        optimizer.steps += 1
+        update.optimizer.steps += 1
         self.on_step()
 
     def _withdraw_implicit(self) -> None:
@@ -242,8 +308,9 @@ class JaxJudge:
             norms=norms,
             parameters=None if parameters is None else np.asarray(parameters, np.float64),
             dtype=mark.dtype,
+            is_lost=mark.is_lost,
         )
-        if optimizer.withheld:
+        if optimizer.held.columns:
             self._hold(optimizer, step, columns, event)
         self._judge(optimizer, step, columns)
         if step.parameters is not None:
@@ -258,13 +325,13 @@ class JaxJudge:
         update = np.asarray(event.values["update"]["sample"], np.float64)
         update = update[0] if event.devices else update
         of_sum = replace(step, gradient=-update, is_scaled=False, parameters=None)
-        all_columns = [*optimizer.withheld, *columns]
+        all_columns = [*optimizer.held.columns, *columns]
         found = explain(Optimizer(-1), of_sum, all_columns)
         alike = isinstance(found, Window) and _are_alike(found)
         self.verdicts.held[optimizer.index].append(
             found if alike and isinstance(found, Window) else None
         )
-        optimizer.withheld = []
+        optimizer.held.columns = []
 
     def _differs_over_devices(
         self,
@@ -394,6 +461,14 @@ class JaxJudge:
                 "stale-parameters",
                 "the parameters change inside of the window, so that its gradients are by different"
                 " ones",
+            )
+        if window.step.is_lost:
+            return StepFault(
+                "parameter-not-updated",
+                "no result of the compiled function depends on the update, so that nothing is"
+                " trained",
+                kind="parameters",
+                causes=("thrown-away",),
             )
         if is_of_earlier_step(window, optimizer):
             return StepFault(

@@ -8,6 +8,7 @@ rule of their own. No argument has to be guessed to be the batch.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +20,10 @@ from gradcheck_suite.auditing.jax.equations import (
     CUSTOM_VJP,
     Equation,
     Program,
+    ScanParts,
     Var,
     bind,
+    flatten,
     is_float,
     opened,
 )
@@ -52,6 +55,8 @@ LINEAR = COLLECTIVES | {
     "transpose",
 }
 """Operations that are linear in their one operand."""
+DECLARED = "audit_objective"
+"""The primitive by which `objective` says what a loss is a mean of."""
 SUMS = frozenset({"add", "add_any", "sub"})
 WITH_PROGRAMS = frozenset({"cond", "scan", "shard_map", "while"}) | CUSTOM_VJP
 """Operations inside of which a loss may be added up, where the walk does not go."""
@@ -66,6 +71,8 @@ class LossTerm:
         line: `file:line` of the sum, empty where it is not known.
         expression: the names of its operations, from the sum inwards.
         opaque: why it cannot be read as a sum over items; empty where it can.
+        declared: what the user says it is a mean or a sum of, the equation of `objective`; None
+            where nothing is said.
         of_parameters: whether it is a function of parameters alone, such as a penalty.
     """
 
@@ -74,6 +81,7 @@ class LossTerm:
     expression: tuple[str, ...]
     opaque: str = ""
     of_parameters: bool = False
+    declared: Equation | None = None
 
 
 class _Reader:
@@ -112,7 +120,9 @@ class _Reader:
         operands = self._operands(equation)
         name = equation.name
         line = equation.line or line
-        if name == "reduce_sum":
+        if name == DECLARED:
+            self.found.append(LossTerm((equation.ins[0],), line, (name,), declared=equation))
+        elif name == "reduce_sum":
             self.found.append(self._term(operands[0], line))
         elif name in SUMS | LINEAR:
             for one in operands:
@@ -172,6 +182,19 @@ def terms_of(program: Program, trained: Sequence[Var], data: Sequence[Var]) -> l
     return reader.found
 
 
+def adds_up_over_devices(program: Program, trained: Sequence[Var]) -> bool:
+    """Return whether a loss is a sum over devices, so that its gradient is multiplied by them.
+
+    That is so without `check_vma` and under `pmap`: the transpose of a sum is a sum there.
+    https://docs.jax.dev/en/latest/notebooks/shard_map.html
+    """
+    reached = program.dependents(set(trained))
+    return any(
+        equation.name in ("psum", "psum2") and reached.intersection(equation.outs)
+        for equation in program.equations
+    )
+
+
 # What is computed of a term. All of it is traced into the program beside the user's call.
 
 
@@ -188,22 +211,27 @@ def _zeros(aval: Any) -> Any:
     """Return zeros that vary over devices as a value does: `shard_map` sums gradients by that."""
     axes = tuple(varying(aval))
     zeros = jnp.zeros(aval.shape, aval.dtype)
+    spec = getattr(getattr(aval, "sharding", None), "spec", None) or ()
+    if any(part is not None for part in spec):  # cut up over explicit axes of a mesh
+        return jax.sharding.reshard(zeros, aval.sharding)
     return jax.lax.pcast(zeros, axes, to="varying") if axes else zeros
 
 
-LEAST, LARGEST, NUMBER, TOTAL = range(4)
+LEAST, LARGEST, NUMBER, TOTAL, ROWS = range(5)
 """What is kept of the weights of a level: the smallest and the largest magnitude of those that are not 0, how many
-these are, and the sum of all."""
+these are, the sum of all, and how many rows of the first axis have one that is not 0."""
 
 
 def weights_of(program: Program, term: LossTerm, given: Mapping[Var, Any]) -> list[Any]:
-    """Return for each level of a term what is kept of its weights, (4,) float32.
+    """Return for each level of a term what is kept of its weights, (5,) float32.
 
     Args:
         program: the loss.
         term: of it.
         given: the values of its inputs and constants.
     """
+    if term.declared is not None:
+        return [_declared_weights(program, term.declared, given)]
     rows = []
     for level in term.levels:
 
@@ -215,8 +243,25 @@ def weights_of(program: Program, term: LossTerm, given: Mapping[Var, Any]) -> li
         is_item = size > 0
         least = jnp.min(jnp.where(is_item, size, jnp.inf))
         number = jnp.sum(is_item).astype(jnp.float32)
-        rows.append(jnp.stack([least, jnp.max(size), number, jnp.sum(weights)]))
+        of_rows = is_item.reshape(weights.shape[0] if weights.ndim else 1, -1).any(1)
+        row_number = jnp.sum(of_rows).astype(jnp.float32)
+        rows.append(jnp.stack([least, jnp.max(size), number, jnp.sum(weights), row_number]))
     return rows
+
+
+def _declared_weights(program: Program, declared: Equation, given: Mapping[Var, Any]) -> Any:
+    """Return what is kept of the weights of a loss whose user says what it counts."""
+    loss, number = declared.ins
+    out = declared.outs[0]
+
+    def tail(value: Any) -> Any:
+        return program.evaluate(program.outputs[:1], {**given, out: value})[0].reshape(())
+
+    of_loss = UNMARKED.grad(tail)(_zeros(loss.aval)).astype(jnp.float32).reshape(())
+    count = program.evaluate([number], given)[0].astype(jnp.float32).reshape(())
+    is_mean = declared.params["reduction"] == "mean"
+    weight = of_loss / count if is_mean else of_loss
+    return jnp.stack([jnp.abs(weight), jnp.abs(weight), count, weight * count, count])
 
 
 @dataclass(frozen=True)
@@ -264,7 +309,7 @@ def row_inputs(term: LossTerm, data: Sequence[Var]) -> list[Var]:
 
 def _items_of(term: LossTerm) -> Var | None:
     """Return the outermost items of a term that may belong to rows, None where there are none."""
-    if term.of_parameters or term.opaque:
+    if term.of_parameters or term.opaque or term.declared is not None:
         return None
     return next((one for one in term.levels if one.shape and one.shape[0] > 1), None)
 
@@ -273,7 +318,8 @@ def mixing_of(program: Program, term: LossTerm, replaced: Var, given: Mapping[Va
     """Return by how much items change when a row of an input that they do not belong to does.
 
     The first row becomes the last one; items of other rows should stay as they are. Relative to the
-    largest item.
+    largest item. Where the first axis may be time, as of a recurrent network, rows of the second one
+    may be the batch: the axis along which items depend less is.
 
     Args:
         program: the loss.
@@ -284,12 +330,20 @@ def mixing_of(program: Program, term: LossTerm, replaced: Var, given: Mapping[Va
     items = _items_of(term)
     assert items is not None
     array = jnp.asarray(given[replaced])
-    changed = {**given, replaced: array.at[0].set(array[-1])}
-    block = items.shape[0] // array.shape[0]
-    before = program.evaluate([items], given)[0][block:].astype(jnp.float32)
-    after = program.evaluate([items], changed)[0][block:].astype(jnp.float32)
-    largest = jnp.max(jnp.abs(before))
-    return jnp.max(jnp.abs(before - after)) / jnp.where(largest == 0, 1, largest)
+    before = program.evaluate([items], given)[0].astype(jnp.float32)
+
+    def along(axis: int) -> Any:
+        rows = jnp.moveaxis(array, axis, 0)
+        changed = jnp.moveaxis(rows.at[0].set(rows[-1]), 0, axis)
+        after = program.evaluate([items], {**given, replaced: changed})[0].astype(jnp.float32)
+        block = items.shape[axis] // array.shape[axis]
+        others = jnp.moveaxis(before - after, axis, 0)[block:]
+        largest = jnp.max(jnp.abs(before))
+        return jnp.max(jnp.abs(others)) / jnp.where(largest == 0, 1, largest)
+
+    of_rows = along(0)
+    has_time = items.shape[:2] == array.shape[:2] and len(array.shape) > 1 and array.shape[1] > 1
+    return jnp.minimum(of_rows, along(1)) if has_time else of_rows
 
 
 def _is_key(aval: Any) -> bool:
@@ -300,6 +354,43 @@ def _is_key(aval: Any) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
+class Turn:
+    """The last iteration of a scan, as a program of its own.
+
+    Attributes:
+        equation: the scan.
+        body: what an iteration does.
+    """
+
+    equation: Equation
+    body: Program
+
+    def given(self, values: Sequence[Any]) -> dict[Var, Any]:
+        """Return the values of the body's inputs in that iteration.
+
+        Args:
+            values: the operands of the scan.
+        """
+        params = self.equation.params
+        parts = ScanParts.of(params)
+        fixed, carry, iterated = parts.cut(values)
+        before = slice(1, None) if params["reverse"] else slice(None, -1)
+        last = 0 if params["reverse"] else -1
+        jaxpr, constants = opened(params["jaxpr"])
+
+        def step(state: Any, row: Any) -> Any:
+            results = jax.core.eval_jaxpr(jaxpr, constants, *fixed, *state, *row)
+            return results[: parts.carried], None
+
+        rows = [jnp.asarray(one)[before] for one in iterated]
+        # the first iteration would not do: what is carried into it is often all zeros
+        length = params["length"] - 1
+        carry, _ = jax.lax.scan(step, list(carry), rows, length=length, reverse=params["reverse"])
+        operands = [*fixed, *carry, *(jnp.asarray(one)[last] for one in iterated)]
+        return dict(zip(self.body.inputs, operands, strict=True))
+
+
+@dataclass(frozen=True, eq=False)
 class CustomRule:
     """A call of a function with a backward of its own.
 
@@ -307,22 +398,64 @@ class CustomRule:
         equation: the call.
         name: of the function.
         line: of the call.
+        trained: the operands that a gradient goes back to: of others, such as a mask, a rule may
+            return zeros.
+        turns: the scans that it stands in, the outermost first.
     """
 
     equation: Equation
     name: str
     line: str
+    trained: tuple[int, ...]
+    turns: tuple[Turn, ...] = ()
+
+
+MOST_ALIKE = 2
+"""Calls of one function at one line, with inputs of the same shapes, that are checked: the last ones."""
 
 
 def custom_rules(program: Program, trained: Sequence[Var]) -> list[CustomRule]:
     """Return the calls of such functions that the gradient of a loss goes through."""
-    reached = program.dependents(set(trained))
+    several: dict[tuple[str, ...], list[CustomRule]] = {}
+    for rule in _all_rules(program, set(trained), ()):
+        avals = (str(one.aval) for one in rule.equation.ins)
+        several.setdefault((rule.name, rule.line, *avals), []).append(rule)
+    last = (alike[-MOST_ALIKE:] for alike in several.values())
+    return list(itertools.chain.from_iterable(last))
+
+
+def _all_rules(program: Program, trained: set[Var], turns: tuple[Turn, ...]) -> list[CustomRule]:
+    reached = program.dependents(trained)
     found = list[CustomRule]()
     for equation in program.equations:
-        if equation.name in CUSTOM_VJP and reached.intersection(equation.outs):
+        if not reached.intersection(equation.outs):
+            continue
+        if equation.name in CUSTOM_VJP:
             name = str(equation.params.get("name") or _name_of(equation))
-            found.append(CustomRule(equation, name, equation.line))
+            own = tuple(i for i, one in enumerate(equation.ins) if one in reached)
+            found.append(CustomRule(equation, name, equation.line, own, turns))
+        elif equation.name == "scan" and equation.params["length"]:
+            turn = Turn(equation, flatten(equation.params["jaxpr"]))
+            found += _all_rules(turn.body, _reached_inside(turn, reached), (*turns, turn))
     return found
+
+
+def _reached_inside(turn: Turn, reached: set[Var]) -> set[Var]:
+    """Return the inputs of an iteration that a gradient goes back to.
+
+    What is carried may be reached through an earlier iteration alone.
+    """
+    parts = ScanParts.of(turn.equation.params)
+    pairs = zip(turn.equation.ins, turn.body.inputs, strict=True)
+    found = {inner for outer, inner in pairs if outer in reached}
+    carried = parts.cut(turn.body.inputs)[1]
+    while True:
+        after = turn.body.dependents(found)
+        results = zip(carried, turn.body.outputs[: parts.carried], strict=True)
+        more = {before for before, result in results if result in after}
+        if more <= found:
+            return found
+        found |= more
 
 
 def _name_of(equation: Equation) -> str:
@@ -341,9 +474,12 @@ def check_rule(program: Program, rule: CustomRule, given: Mapping[Var, Any]) -> 
 
     Both are taken at the inputs of the run, for one random cotangent.
     """
+    for turn in rule.turns:
+        given = turn.given(program.evaluate(turn.equation.ins, given))
+        program = turn.body
     equation = rule.equation
     values = program.evaluate(equation.ins, given)
-    moved = [i for i, value in enumerate(values) if is_float(jnp.asarray(value))]
+    moved = [i for i in rule.trained if is_float(jnp.asarray(values[i]))]
     body = equation.params.get("call_jaxpr", equation.params.get("fun_jaxpr"))
     jaxpr, constants = opened(body)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from gradcheck_suite.auditing import weights as reading_weights
 from gradcheck_suite.auditing.events import BY_HAND, PassRecord, StepRecord
-from gradcheck_suite.auditing.jax.losses import LARGEST, LEAST, NUMBER, TOTAL, LossTerm
+from gradcheck_suite.auditing.jax.losses import LARGEST, LEAST, NUMBER, ROWS, TOTAL, LossTerm
 from gradcheck_suite.auditing.jax.windows import Column, Member, Window
 from gradcheck_suite.auditing.loss_terms import Term
 from gradcheck_suite.auditing.replay import Seen, StepWindow
@@ -49,8 +49,9 @@ def term_of(term: LossTerm, levels: Sequence[Sequence[float]], unread: str) -> T
     # sums of rows may be summed: the innermost items are counted, or the outermost, or the fewest
     numbers = [float(one[NUMBER]) for one in alike] or [0.0]
     counts = {"nonzero": numbers[-1], "elements": float(first[NUMBER])}
-    if min(numbers) not in counts.values():
-        counts["rows"] = min(numbers)
+    rows_of_items = [*numbers, *(float(one[ROWS]) for one in alike)]
+    if min(rows_of_items) not in counts.values():
+        counts["rows"] = min(rows_of_items)
     return Term(
         expression,
         weight,

@@ -49,6 +49,8 @@ class PassMark:
         data: its other inputs.
         rules: functions with a backward of their own that the gradient goes through.
         reduced: axes of devices over which JAX itself has added the gradient up.
+        adds_up_loss: whether the loss is itself added up over devices, and what JAX makes of that
+            is more than the gradient of one device.
         scaled: whether what went backward is a value of the mark, and not 1.
         unread: index of a term whose weights could not be computed -> why.
     """
@@ -63,6 +65,7 @@ class PassMark:
     data: list[Var]
     rules: list[CustomRule] = field(default_factory=list)
     reduced: tuple[str, ...] = ()
+    adds_up_loss: bool = False
     scaled: bool = False
     unread: dict[int, str] = field(default_factory=dict)
 
@@ -130,6 +133,7 @@ class UpdateMark:
         inside: whether `MultiSteps` has called it.
         results: the number of leaves of what it returned.
         parameters: the number of leaves of the parameters that it was given.
+        is_lost: whether no result of the program that it stands in depends on it.
     """
 
     place: Place
@@ -143,6 +147,7 @@ class UpdateMark:
     inside: bool = False
     results: int = 0
     parameters: int = 0
+    is_lost: bool = False
 
     def summary(self, values: Sequence[Any]) -> dict[str, Any]:
         """Return what is recorded of the gradient, the update and the parameters; traceable."""
@@ -175,7 +180,7 @@ class MappedAxis:
     size: int
 
 
-RECORD: list[Callable[[Mark, Sequence[Any]], None]] = []
+RECORD: list[Callable[[Mark, Sequence[Any], tuple[MappedAxis, ...]], None]] = []
 """Takes the values of a mark that is evaluated, and not traced; empty while no audit is open."""
 
 mark_p = jex.Primitive("audit_mark")
@@ -185,8 +190,8 @@ mark_p.multiple_results = True
 def _evaluate(
     *values: Any, mark: Mark, through: int, axes: tuple[MappedAxis, ...]
 ) -> Sequence[Any]:
-    if RECORD and not axes:
-        RECORD[-1](mark, values)
+    if RECORD:
+        RECORD[-1](mark, values, axes)
     return list(values[:through])
 
 
@@ -254,7 +259,7 @@ def sketch(leaves: Sequence[Any]) -> dict[str, Any]:
     parts = []
     norms = []
     for leaf in leaves:
-        flat = jnp.asarray(leaf).reshape(-1)
+        flat = _in_one_piece(jnp.asarray(leaf)).reshape(-1)
         flat = flat if flat.dtype == jnp.float64 else flat.astype(jnp.float32)
         number = flat.shape[0]
         if number <= SAMPLES:
@@ -265,6 +270,18 @@ def sketch(leaves: Sequence[Any]) -> dict[str, Any]:
             parts += [flat[_places(number)], jnp.stack([jnp.vdot(flat, wave) for wave in waves])]
         norms.append(jnp.sqrt(jnp.sum(flat * flat)))
     return {"sample": jnp.concatenate(parts), "norms": jnp.stack(norms)}
+
+
+def _in_one_piece(leaf: Any) -> Any:
+    """Return an array that is on each device as a whole, where its type says how it is cut up.
+
+    Elements cannot be taken out of one that is cut up over explicit axes of a mesh.
+    https://docs.jax.dev/en/latest/notebooks/explicit-sharding.html
+    """
+    sharding = getattr(jax.typeof(leaf), "sharding", None)
+    spec = getattr(sharding, "spec", ())
+    is_cut = any(part is not None for part in spec or ())
+    return jax.sharding.reshard(leaf, jax.sharding.PartitionSpec()) if is_cut else leaf
 
 
 def _places(number: int) -> np.ndarray[Any, np.dtype[np.int64]]:

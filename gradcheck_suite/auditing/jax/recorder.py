@@ -11,67 +11,26 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import jax
 
 from gradcheck_suite.auditing.jax import calls, functions, marks
-from gradcheck_suite.auditing.jax.calls import Call, Compiled
+from gradcheck_suite.auditing.jax.beside import Programs, TooLargeError
+from gradcheck_suite.auditing.jax.calls import Call
 from gradcheck_suite.auditing.jax.functions import Marking, observed, seen_by_optimizer
-from gradcheck_suite.auditing.jax.losses import UNMARKED
-from gradcheck_suite.auditing.jax.marks import Mark, PassMark, UpdateMark, summarized
+from gradcheck_suite.auditing.jax.marks import MappedAxis, Mark, PassMark, UpdateMark
 from gradcheck_suite.auditing.jax.replay import (
     CannotReplayError,
-    Contents,
     Cut,
     Event,
-    MarkEvent,
-    Replay,
     events_of,
-    replay_program,
+    kept_mark,
 )
 from gradcheck_suite.auditing.schedule import Schedule
 from gradcheck_suite.core.findings import Found, finding
-
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-"""Options by which XLA compiles a program that runs a few times without most of its optimizations."""
-LONG = 1.0
-"""Seconds of compilation from which on it is said on the terminal."""
-LARGE = 2**30
-"""Bytes from which on the memory of a program beside the user's is said on the terminal."""
-SLACK = 1.5
-"""By which the memory that is free must exceed what a program beside the user's takes."""
-
-
-class _TooLargeError(Exception):
-    """The program beside the user's does not fit into memory."""
-
-
-@dataclass
-class Beside:
-    """The program beside one of the user's.
-
-    Attributes:
-        closed: the user's program.
-        run: evaluates it and returns its marks; None where it has none.
-        replay: what was noted on the way.
-        steps: optimizer steps that its last call showed; None before.
-        compiled: shardings of the arguments -> what is called.
-        compiling: seconds that its compilation took.
-        running: seconds of its calls.
-        is_quick: whether it is compiled without most optimizations.
-    """
-
-    closed: Any
-    run: Any
-    replay: Replay
-    compiled: dict[Any, Any] = field(default_factory=dict)
-    compiling: float = 0.0
-    running: float = 0.0
-    is_quick: bool = True
 
 
 @dataclass
@@ -96,6 +55,25 @@ class Rate:
         return whole
 
 
+@dataclass
+class Counts:
+    """What a run had so far.
+
+    Attributes:
+        steps: optimizer steps, those that were only counted among them.
+        counted: those of them that were only counted.
+        cut: those of them that stand in a scan behind the iterations that were looked at.
+        passes: gradients of losses.
+        seconds: that the audit has taken.
+    """
+
+    steps: int = 0
+    counted: int = 0
+    cut: int = 0
+    passes: int = 0
+    seconds: float = 0.0
+
+
 class JaxRecorder:
     """Watches a run of JAX.
 
@@ -108,11 +86,7 @@ class JaxRecorder:
     Attributes:
         off: why the instrument was switched off; None while it is on.
         notes: what could not be looked at, and why -> how often.
-        steps_seen: optimizer steps, those that were only counted among them.
-        counted: those of them that were only counted.
-        cut: those of them that stand in a scan behind the iterations that were looked at.
-        passes_seen: gradients of losses.
-        seconds: that the audit has taken.
+        counts: what it has seen so far.
         is_open: whether it watches.
     """
 
@@ -125,17 +99,13 @@ class JaxRecorder:
     ) -> None:
         self.off: str | None = None
         self.notes: Counter[Found] = Counter()
-        self.steps_seen = self.counted = self.cut = self.passes_seen = 0
-        self.seconds = 0.0
+        self.counts = Counts()
         self._receive = receive
-        self._say = say
         self._schedule = schedule
         self._most = steps
         self.is_open = self._is_busy = self._is_paused = False
-        self._contents = Contents()
-        self._programs: dict[int, Beside] = {}
-        self._rates: weakref.WeakKeyDictionary[Compiled, Rate] = weakref.WeakKeyDictionary()
-        self._eager: dict[str, Any] = {}
+        self._programs = Programs(say)
+        self._rates: weakref.WeakKeyDictionary[object, Rate] = weakref.WeakKeyDictionary()
         self._seen: set[int] = set()
         self._stack = contextlib.ExitStack()
         self.marking = Marking(self._marks_now, self.switch_off)
@@ -175,7 +145,7 @@ class JaxRecorder:
 
     # What happens.
 
-    def on_call(self, function: Compiled, look: Callable[[], Call]) -> None:
+    def on_call(self, function: object, look: Callable[[], Call]) -> None:
         """Look at a call of a compiled function."""
         if self._is_paused:
             rate = self._rates.get(function)
@@ -185,18 +155,19 @@ class JaxRecorder:
         call = self._traced(look)
         if call is None:
             return
-        before = self.steps_seen
+        before = self.counts.steps
         with self._guarded(f"`{call.name}`"):
-            beside = self._beside(call.closed)
+            beside = self._programs.of(call.closed)
+            self._seen.update(map(id, beside.marks))
             if beside.run is not None:
-                found = self._computed(beside, call)
+                found = self._programs.compute(beside, call)
                 for said in beside.replay.notes:
                     self.notes[finding("unobserved-program", said)] += 1
                 beside.replay.notes.clear()
                 self._take(list(events_of(found)))
         rate = self._rates.setdefault(function, Rate())
         rate.calls += 1
-        rate.steps += self.steps_seen - before
+        rate.steps += self.counts.steps - before
 
     def _traced(self, look: Callable[[], Call]) -> Call | None:
         """Return a call with its program; None where that fails, which its own call will show."""
@@ -214,9 +185,9 @@ class JaxRecorder:
             self.switch_off(error)
             return None
         finally:
-            self.seconds += time.perf_counter() - start
+            self.counts.seconds += time.perf_counter() - start
 
-    def _on_eager(self, mark: Mark, values: Sequence[Any]) -> None:
+    def _on_eager(self, mark: Mark, values: Sequence[Any], axes: tuple[MappedAxis, ...]) -> None:
         """Take a mark whose values are there, outside of any compiled function."""
         if not self.is_open or self._is_busy:
             return
@@ -224,8 +195,8 @@ class JaxRecorder:
             self._count(int(isinstance(mark, UpdateMark) and not mark.depth))
             return
         with self._guarded("a gradient outside of compiled functions"):
-            found = self._summary(mark)(*values)
-            self._take([MarkEvent(mark, jax.device_get(found), 0, copies=False)])
+            found = jax.device_get(self._programs.summary(mark, axes)(*values))
+            self._take(list(events_of([kept_mark(mark, axes, found)])))
 
     @contextlib.contextmanager
     def _guarded(self, what: str) -> Iterator[None]:
@@ -240,7 +211,7 @@ class JaxRecorder:
                 jax.numpy_rank_promotion("allow"),
             ):
                 yield
-        except (CannotReplayError, _TooLargeError) as reason:
+        except (CannotReplayError, TooLargeError) as reason:
             self.notes[finding("unobserved-program", f"{what} was not judged: {reason}")] += 1
             self._receive([Cut()])
         except Exception as error:
@@ -251,98 +222,39 @@ class JaxRecorder:
             self._receive([Cut()])
         finally:
             self._is_busy = False
-            self.seconds += time.perf_counter() - start
+            self.counts.seconds += time.perf_counter() - start
 
     def _take(self, events: Sequence[Event]) -> None:
         for event in events:
             if isinstance(event, Cut):
-                self.cut += event.steps
-                self.steps_seen += event.steps
+                self.counts.cut += event.steps
+                self.counts.steps += event.steps
                 self._receive([event])
                 continue
             self._seen.add(id(event.mark))
             if isinstance(event.mark, PassMark):
-                self.passes_seen += 1
+                self.counts.passes += 1
             self._receive([event])
 
     def on_step(self) -> None:
         """Count a step that was judged, and end or pause the audit where that is due."""
-        self.steps_seen += 1
-        if self._most is not None and self.steps_seen >= self._most:
+        self.counts.steps += 1
+        if self._most is not None and self.counts.steps >= self._most:
             self.is_open = False
         elif not self._is_paused:
-            passes = self.passes_seen
-            seconds = self.seconds
+            passes = self.counts.passes
+            seconds = self.counts.seconds
             goes_on = self._schedule.after(0, passes, seconds, was_full=False)
             self._is_paused = not goes_on
 
     def _count(self, steps: int) -> None:
         """Count steps that are not judged, until it is time to judge again."""
-        self.steps_seen += steps
-        self.counted += steps
+        self.counts.steps += steps
+        self.counts.counted += steps
         for _ in range(steps):
-            if self._schedule.resumes(0, self.passes_seen, self.seconds):
+            if self._schedule.resumes(0, self.counts.passes, self.counts.seconds):
                 self._is_paused = False
                 self._receive([Cut()])
-
-    # The program beside the user's.
-
-    def _beside(self, closed: Any) -> Beside:
-        key = id(closed.jaxpr)
-        if key not in self._programs:
-            run, replay = replay_program(closed, self._contents)
-            inside = self._contents.marks(closed.jaxpr)
-            has_marks = bool(inside)
-            self._seen.update(map(id, inside))
-            self._programs[key] = Beside(closed, run if has_marks else None, replay)
-        return self._programs[key]
-
-    def _computed(self, beside: Beside, call: Call) -> Any:
-        """Return what the program beside a call keeps, as arrays."""
-        key = tuple(getattr(one, "sharding", None) for one in call.leaves)
-        if beside.is_quick and beside.running > beside.compiling > 0:
-            beside.is_quick = False  # it has run for longer than its compilation took
-            beside.compiled.clear()
-        if key not in beside.compiled:
-            beside.compiled[key] = self._compile(beside, call)
-        start = time.perf_counter()
-        found = jax.device_get(beside.compiled[key](*call.leaves))
-        beside.running += time.perf_counter() - start
-        return found
-
-    def _compile(self, beside: Beside, call: Call) -> Any:
-        start = time.perf_counter()
-        lowered = beside.run.lower(*call.leaves)
-        compiled = lowered.compile(QUICK if beside.is_quick else None)
-        beside.compiling = time.perf_counter() - start
-        if beside.compiling > LONG:
-            self._say(
-                f"gradcheck-suite audit: compiled the program beside `{call.name}` in"
-                f" {beside.compiling:.1f} s"
-            )
-        needed = _memory_of(compiled)
-        free = _free_memory(call.leaves)
-        if needed > LARGE:
-            self._say(
-                f"gradcheck-suite audit: the program beside `{call.name}` takes"
-                f" {needed / 2**30:.1f} GiB"
-            )
-        if free is not None and needed * SLACK > free:
-            raise _TooLargeError(
-                f"the program beside it takes {needed / 2**30:.3g} GiB, and {free / 2**30:.3g} GiB"
-                " are free"
-            )
-        return compiled
-
-    def _summary(self, mark: Mark) -> Any:
-        """Return the compiled summary of a mark; equal losses that are traced anew share one."""
-        text = mark.program.signature() if isinstance(mark, PassMark) else ""
-        key = f"{type(mark).__name__} {mark.shapes} {text} {_layout(mark)}"
-        if key not in self._eager:
-            self._eager[key] = UNMARKED.jit(
-                lambda *values: summarized(mark, (), values), compiler_options=QUICK
-            )
-        return self._eager[key]
 
     # The end.
 
@@ -352,39 +264,6 @@ class JaxRecorder:
         # what JAX has traced more than once was looked at once
         places = {mark.place for mark in traced if id(mark) in self._seen}
         return [mark for mark in traced if mark.place not in places]
-
-
-def _layout(mark: Mark) -> str:
-    if isinstance(mark, UpdateMark):
-        return f"{mark.results} {mark.parameters}"
-    return str(mark.scaled)
-
-
-def _memory_of(compiled: Any) -> int:
-    analysis = compiled.memory_analysis()
-    if analysis is None:
-        return 0
-    return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes)
-
-
-def _free_memory(leaves: Sequence[Any]) -> float | None:
-    """Return the bytes that are free where arrays lie; None where that is not known."""
-    devices = set[Any]()
-    for one in leaves:
-        if isinstance(one, jax.Array):
-            devices.update(one.devices())
-    free = list[float]()
-    for device in devices:
-        stats = device.memory_stats()
-        if stats and "bytes_limit" in stats:
-            free.append(stats["bytes_limit"] - stats["bytes_in_use"])
-    if free:
-        return min(free)
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-        row = next(line for line in lines if line.startswith("MemAvailable:"))
-        return float(row.split()[1]) * 1024
-    return None
 
 
 # What is replaced. A module that the program imports later is changed when it is there.
@@ -398,6 +277,8 @@ def _replaced(now: Marking) -> Iterator[None]:
         replace(stack, jax, "vjp", functions.vjp)
         replace(stack, jax, "jit", calls.jit)
         replace(stack, jax, "pmap", calls.pmap)
+        for primitive in calls.LOOPS:
+            replace(stack, primitive, "impl", calls.Loop(primitive, primitive.impl))
         LATER.append((stack, now))
         try:
             for name in REPLACED_IN:

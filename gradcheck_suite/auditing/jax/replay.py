@@ -14,11 +14,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
+from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec
 
 from gradcheck_suite.auditing.jax.equations import ScanParts, bind, called, opened, programs_in
 from gradcheck_suite.auditing.jax.losses import UNMARKED, varying
-from gradcheck_suite.auditing.jax.marks import Mark, UpdateMark, mark_p, summarized
+from gradcheck_suite.auditing.jax.marks import (
+    MappedAxis,
+    Mark,
+    UpdateMark,
+    mark_p,
+    summarized,
+)
 
 MOST_TURNS = 64
 """Turns of a `while` loop that are kept."""
@@ -30,6 +37,10 @@ SCAN = "scan"
 WHILE = "while"
 BRANCHES = "branches"
 SHARDS = "shards"
+COPIES = "copies"
+WITHOUT_NAME = "_internal_pmap_axis_name"
+"""The axis of a `pmap` that was given no name: nothing can be added up over it, so that its devices
+train one model each, as the copies of a `vmap` do."""
 
 
 class CannotReplayError(Exception):
@@ -41,7 +52,8 @@ class Kept:
     """A part of a program, with the marks in it.
 
     Attributes:
-        kind: `mark`, `scan` (one more leading axis), `while`, `branches` or `shards`.
+        kind: `mark`, `scan` (one more leading axis), `while`, `branches`, `shards`, or `copies`,
+            which are shards that have nothing to do with each other.
         about: an `AboutMark` or an `AboutScan`; None for others.
         data: the summary of a mark, the turns of a loop, the index of a branch.
         parts: what is inside; of `branches` a list for each.
@@ -109,6 +121,15 @@ class Contents:
             self._marks[id(jaxpr)] = found
         return self._marks[id(jaxpr)]
 
+    def without_effect(self, jaxpr: Any) -> set[int]:
+        """Return the ids of marks of updates that no result of a program depends on."""
+        updates = [one for one in self.marks(jaxpr) if isinstance(one, UpdateMark)]
+        if not updates:
+            return set()
+        needed, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+        kept = {id(one) for one in self.marks(needed)}
+        return {id(one) for one in updates} - kept
+
     def marks_inside(self, equation: Any) -> list[Mark]:
         """Return the marks of the programs in an equation."""
         found = list[Mark]()
@@ -129,6 +150,22 @@ class Contents:
     def callbacks_inside(self, equation: Any) -> bool:
         """Return whether a program in an equation calls back into Python."""
         return any(map(self.has_callbacks, programs_in(equation)))
+
+
+def kept_mark(mark: Mark, axes: Sequence[MappedAxis], summary: Any) -> Kept:
+    """Return what is kept of a mark, whose named axes stand for devices.
+
+    Args:
+        mark: the mark.
+        axes: that are mapped around it.
+        summary: of the mark.
+    """
+    about = AboutMark(mark, any(axis.name is None for axis in axes))
+    node = Kept(MARK, about, summary, [])
+    for axis in axes:
+        if axis.name is not None:
+            node = Kept(SHARDS, None, None, [node], axis.size)
+    return node
 
 
 @dataclass
@@ -169,12 +206,8 @@ class Replay:
         params = equation.params
         if equation.primitive is mark_p:
             axes = params["axes"]
-            about = AboutMark(params["mark"], any(axis.name is None for axis in axes))
-            node = Kept(MARK, about, summarized(params["mark"], axes, values), [])
-            for axis in axes:
-                if axis.name is not None:
-                    node = Kept(SHARDS, None, None, [node], axis.size)
-            return values[: params["through"]], [node]
+            found = summarized(params["mark"], axes, values)
+            return values[: params["through"]], [kept_mark(params["mark"], axes, found)]
         if name in CALLBACKS:
             if equation.outvars:
                 raise CannotReplayError(
@@ -301,7 +334,8 @@ class Replay:
         results, leaves = mapped(*values)
         kept = jax.tree.unflatten(made["tree"], leaves)
         size = int(np.prod([mesh.shape[axis] for axis in axes]))
-        return list(results), [Kept(SHARDS, None, None, kept, size)]
+        kind = COPIES if axes == (WITHOUT_NAME,) else SHARDS
+        return list(results), [Kept(kind, None, None, kept, size)]
 
 
 def _varies(value: Any, axes: Sequence[str]) -> Any:
@@ -344,44 +378,52 @@ class Cut:
 Event = MarkEvent | Cut
 
 
-def events_of(kept: Sequence[Kept], at: tuple[int, ...] = (), devices: int = 0) -> Iterator[Event]:
+def events_of(
+    kept: Sequence[Kept], at: tuple[int, ...] = (), devices: int = 0, *, copies: bool = False
+) -> Iterator[Event]:
     """Yield the marks of a program in the order in which they were passed.
 
     Args:
         kept: what was kept, as arrays.
         at: the iterations of the loops around it.
         devices: the number of devices, whose axis then is the first one.
+        copies: whether it is one of several copies.
     """
     here = (slice(None),) * bool(devices) + at
     for node in kept:
         if node.kind == MARK:
             about = node.about
             values = jax.tree.map(lambda x: x[here], node.data)
-            yield MarkEvent(about.mark, values, devices, about.copies)
+            yield MarkEvent(about.mark, values, devices, about.copies or copies)
         elif node.kind == SCAN:
             order = range(node.size)
             if node.about.reverse:
                 order = order[::-1]
             for t in order:
-                yield from events_of(node.parts, (*at, t), devices)
+                yield from events_of(node.parts, (*at, t), devices, copies=copies)
             if node.about.length > node.size:
                 yield Cut(node.about.steps * (node.about.length - node.size))
         elif node.kind == WHILE:
             turns = int(np.ravel(node.data[here])[0])
             for t in range(min(turns, MOST_TURNS)):
-                yield from events_of(node.parts, (*at, t), devices)
+                yield from events_of(node.parts, (*at, t), devices, copies=copies)
             if turns > MOST_TURNS:
                 yield Cut()
         elif node.kind == BRANCHES:
             which = int(np.ravel(node.data[here])[0])
             last = len(node.parts) - 1
-            yield from events_of(node.parts[min(max(which, 0), last)], at, devices)
+            branch = node.parts[min(max(which, 0), last)]
+            yield from events_of(branch, at, devices, copies=copies)
         elif devices:
             raise CannotReplayError("devices inside of devices are not told apart")
+        elif node.kind == COPIES:
+            axis = len(at)
+            first = jax.tree.map(lambda x, a=axis: np.take(x, 0, a), node.parts)
+            yield from events_of(first, at, copies=True)
         else:
             axis = len(at)  # that of the devices stands after those of the loops around it
             parts = jax.tree.map(lambda x, a=axis: np.moveaxis(x, a, 0), node.parts)
-            yield from events_of(parts, at, node.size)
+            yield from events_of(parts, at, node.size, copies=copies)
 
 
 def replay_program(closed: Any, contents: Contents) -> tuple[Any, Replay]:

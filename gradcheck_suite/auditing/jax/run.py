@@ -85,7 +85,7 @@ class JaxAudit:
     def has_seen(self) -> bool:
         """Whether a gradient or an update was seen."""
         recorder = self._recorder
-        return bool(recorder.passes_seen or recorder.steps_seen or recorder.marking.traced)
+        return bool(recorder.counts.passes or recorder.counts.steps or recorder.marking.traced)
 
     def close(self, error: BaseException | None) -> Result:
         """Stop watching, and return the result.
@@ -123,8 +123,8 @@ class JaxAudit:
         judged = judge.verdicts.weighed if "weights" not in self._options.without else judge.judged
         windows = len(judged | judge.verdicts.violated)
         skipped = {
-            f"budget {self._options.budget or DEFAULT_BUDGET}": recorder.counted,
-            f"after the first {MOST_STEPS} of a scan": recorder.cut,
+            f"budget {self._options.budget or DEFAULT_BUDGET}": recorder.counts.counted,
+            f"after the first {MOST_STEPS} of a scan": recorder.counts.cut,
         }
         unjudged = None if found else self._why_unjudged(windows, notes)
         return Result(
@@ -133,7 +133,7 @@ class JaxAudit:
             seconds=time.perf_counter() - self._start,
             violations=violations,
             accepted=accepted,
-            steps=recorder.steps_seen,
+            steps=recorder.counts.steps,
             windows=windows,
             windows_skipped={reason: number for reason, number in skipped.items() if number},
             findings=tuple(map(str, named)),
@@ -182,11 +182,11 @@ class JaxAudit:
         if windows:
             return None
         reasons = "; ".join(map(str, [*notes][:MOST_REASONS]))
-        if not recorder.steps_seen and recorder.passes_seen:
-            passes = counted(recorder.passes_seen, "gradient")
+        if not recorder.counts.steps and recorder.counts.passes:
+            passes = counted(recorder.counts.passes, "gradient")
             said = f"no optimizer's update was seen in {passes}"
             return finding("no-step", f"{said}: {reasons}" if reasons else said)
-        if not recorder.steps_seen and not notes:
+        if not recorder.counts.steps and not notes:
             said = (
                 "no gradient of a loss and no optimizer's update was seen in this process: the script"
                 " trains nothing, or it trains in another process"

@@ -12,10 +12,12 @@ from gradcheck_suite.auditing.jax.mapping import devices_of, pending_of, step_wi
 from gradcheck_suite.auditing.jax.windows import (
     Optimizer,
     Window,
+    is_uneven,
 )
 from gradcheck_suite.auditing.places import Place
 from gradcheck_suite.auditing.rules import StepFault
 from gradcheck_suite.auditing.weighing import Pending, Weighed, judge_weights, violation_of
+from gradcheck_suite.auditing.weights import Objective
 from gradcheck_suite.core.faults import FAULTS, FIX, names_of, remedy_of
 from gradcheck_suite.core.findings import Found, finding
 from gradcheck_suite.core.results import Unknown, Violation
@@ -66,7 +68,8 @@ class Verdicts:
 
     def __post_init__(self) -> None:
         self._weighed: dict[int, Weighed] = {}
-        self._weighed_at = -1
+        self._weighed_at = (-1, 0)
+        self._clipped: set[int] = set()
 
     def skip(self, place: Place, name: str, reason: str) -> None:
         """Say why a step was not judged."""
@@ -82,7 +85,10 @@ class Verdicts:
 
     def violate(self, fault: StepFault, window: Window, optimizer: Optimizer) -> None:
         """Add the violation that a fault of a window is."""
-        self.found.append(self.violation(fault, window, optimizer))
+        found = self.violation(fault, window, optimizer)
+        self.found.append(found)
+        if found.diagnosis == "clipped":
+            self._clipped.add(optimizer.index)
 
     # What the run shows.
 
@@ -137,23 +143,27 @@ class Verdicts:
                 continue  # other windows are as long, and lack nothing: it was discarded
             last = min(column.number for column in window.used)
             is_reset = all(column.number < last for column in window.lost)
-            lost = counted(len({column.number for column in window.lost}), "gradient")
+            number = len({column.number for column in window.lost})
+            are = "is" if number == 1 else "are"
             fault = StepFault(
                 "reset-inside-window" if is_reset else "dropped-micro-batch",
-                f"{lost} of the window, by the same parameters and at the same line, are not in the"
-                " gradient at the step",
+                f"{counted(number, 'gradient')} of the window, by the same parameters and at the same"
+                f" line, {are} not in the gradient at the step",
             )
             found.append(self.violation(fault, window, optimizer))
         return found
 
     def _weigh(self) -> None:
-        if not self.judges_weights or self._weighed_at == len(self.shown):
+        now = len(self.shown), len(self._clipped)
+        if not self.judges_weights or self._weighed_at == now:
             return
-        self._weighed_at = len(self.shown)
+        self._weighed_at = now
         by_optimizer: defaultdict[int, list[Shown]] = defaultdict(list)
         lost = {id(shown) for shown in self.lost}
         for shown in self.shown:
-            if id(shown) not in lost:
+            # where one micro-batch alone was clipped, its window does not show it by itself
+            is_clipped = shown.optimizer.index in self._clipped and is_uneven(shown.window)
+            if id(shown) not in lost and not is_clipped:
                 by_optimizer[shown.optimizer.index].append(shown)
         self._weighed.clear()
         for index, several in by_optimizer.items():
@@ -188,8 +198,20 @@ class Verdicts:
             for window in windows
             if any(column.mark.reduced for column in window.used)
         }
+        multiplied = {
+            window.step.number
+            for window in windows
+            if any(column.mark.adds_up_loss for column in window.used)
+        }
         for found in (weighed.violations, weighed.provisional):
-            found[:] = [_summed_by_jax(one) if one.step in reduced else one for one in found]
+            found[:] = [
+                _with_cause(one, "summed-by-jax")
+                if one.step in reduced
+                else _with_cause(one, "summed-loss")
+                if one.step in multiplied
+                else one
+                for one in found
+            ]
         return weighed
 
     def _leave_out_unread(self, pending: Sequence[Pending], weighed: Weighed) -> None:
@@ -218,30 +240,36 @@ class Verdicts:
         for window, one in zip(windows, pending, strict=True):
             if window.length > 1 or not window.step.is_scaled:
                 continue
+            read: list[Objective] = []
             for objectives in one.readings[0].values():
-                for found in objectives.get("each", ()):
-                    shares = found.coefficients.values()
-                    divisors = {round(1 / c) for c in shares if 0 < c < 0.6 and _is_share(c)}
-                    if found.status == "equal" and not found.right() and divisors:
-                        said = (
-                            f"every step is on 1/{min(divisors)} of its loss and one micro-batch: a"
-                            " coefficient, or an optimizer that steps once per micro-batch"
-                        )
-                        remedy = "state `--accumulation-steps`"
-                        one_share = finding("step-per-micro-batch", said, found.line, remedy)
-                        weighed.notes[one_share] += 1
+                read += objectives.get("each", ())
+            divisors = [_share_of(found) for found in read]
+            if not read or not all(divisors):
+                continue  # where one term is whole, the share of another is a coefficient
+            said = (
+                f"every step is on 1/{min(divisors)} of its loss and one micro-batch: a"
+                " coefficient, or an optimizer that steps once per micro-batch"
+            )
+            remedy = "state `--accumulation-steps`"
+            share = finding("step-per-micro-batch", said, read[0].line, remedy)
+            weighed.notes[share] += 1
 
     def holds_back(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer often gives updates of 0 for gradients that are not."""
-        return bool(optimizer.steps) and optimizer.times_withheld > 0.5 * optimizer.steps
+        return bool(optimizer.steps) and optimizer.held.times > 0.5 * optimizer.steps
 
 
 def _order(violation: Violation) -> float:
     return float("inf") if violation.step is None else violation.step
 
 
-def _is_share(c: float) -> bool:
-    return abs(1 / c - round(1 / c)) < 1e-3
+def _share_of(objective: Objective) -> int:
+    """Return N where an objective is 1/N of what may be counted; 0 where it is no such share."""
+    if objective.status != "equal" or objective.right():
+        return 0
+    shares = objective.coefficients.values()
+    divisors = [round(1 / c) for c in shares if 0 < c < 0.6 and abs(1 / c - round(1 / c)) < 1e-3]
+    return min(divisors, default=0)
 
 
 def _in_jax_words(violation: Violation) -> Violation:
@@ -257,12 +285,12 @@ def _in_jax_words(violation: Violation) -> Violation:
     return replace(violation, explanation=f"{sentence}{fix}{remedy_text}")
 
 
-def _summed_by_jax(violation: Violation) -> Violation:
-    """Return a wrong scale with its remedy where `shard_map` has added gradients up by itself."""
+def _with_cause(violation: Violation, cause: str) -> Violation:
+    """Return a wrong scale with the remedy of a cause that lies in how JAX adds up over devices."""
     if violation.diagnosis != "wrong-scale":
         return violation
     sentence = violation.explanation.partition(FIX)[0]
     return replace(
         violation,
-        explanation=f"{sentence}{FIX}{remedy_of('wrong-scale', ['summed-by-jax'], jax=True)}",
+        explanation=f"{sentence}{FIX}{remedy_of('wrong-scale', [cause], jax=True)}",
     )

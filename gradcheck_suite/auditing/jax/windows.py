@@ -4,6 +4,7 @@ with which coefficients.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -149,6 +150,7 @@ class Step:
         dtype: the coarsest one of the gradient's leaves.
         noise: by how much the gradient may be off; None for one that the optimizer was given.
         is_scaled: whether a common factor of its coefficients says something.
+        is_lost: whether what it changes is thrown away.
     """
 
     number: int
@@ -161,6 +163,7 @@ class Step:
     dtype: str
     noise: Vector | None = None
     is_scaled: bool = True
+    is_lost: bool = False
 
 
 @dataclass(eq=False)
@@ -216,20 +219,46 @@ def is_of_earlier_step(window: Window, optimizer: Optimizer) -> bool:
     if now is None or known is None or not window.used:
         return False
     point = window.used[0].parameters
-    if any(len(one) != len(point) for one in (now, *known)) or _is_close(point, now):
+    shapes = window.used[0].mark.shapes
+    if any(len(one) != len(point) for one in (now, *known)) or _is_close(point, now, shapes):
         return False
-    return any(_is_close(point, one) for one in known)
+    return any(_is_close(point, one, shapes) for one in known)
 
 
-def _is_close(a: Vector, b: Vector) -> bool:
-    return bool(np.abs(a - b).max(initial=0.0) <= 1e-7 * np.abs(a).max(initial=1e-30))
+SAME = 1e-7
+"""By how much elements of parameters that are the same may differ, relative to the largest: not at all."""
+SAME_SUM = 1e-6
+"""The same of sums over all elements, by the order in which each program adds them up."""
+
+
+def _is_close(a: Vector, b: Vector, shapes: Sequence[tuple[int, ...]]) -> bool:
+    """Return whether two samples of parameters are of the same ones."""
+    is_sum = _sums_in(tuple(shapes))
+    if len(is_sum) != len(a):
+        return _within(a, b, SAME)
+    return _within(a[~is_sum], b[~is_sum], SAME) and _within(a[is_sum], b[is_sum], SAME_SUM)
+
+
+def _within(a: Vector, b: Vector, tolerance: float) -> bool:
+    return bool(np.abs(a - b).max(initial=0.0) <= tolerance * np.abs(a).max(initial=1e-30))
+
+
+@functools.cache
+def _sums_in(shapes: tuple[tuple[int, ...], ...]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Return which samples of some leaves are sums over all elements of one."""
+    leaves = segments(shapes)
+    found = np.zeros(leaves[-1][-1].stop if leaves else 0, bool)
+    for _, *projections in leaves:
+        for part in projections:
+            found[part] = True
+    return found
 
 
 def is_same_point(one: Column, other: Column) -> bool:
     """Return whether two gradients are by the same parameters."""
     a = one.parameters
     b = other.parameters
-    return len(a) == len(b) and _is_close(a, b)
+    return len(a) == len(b) and _is_close(a, b, one.mark.shapes)
 
 
 REDRAWN = 0.3
@@ -300,6 +329,21 @@ NONE_BEFORE = (
 
 
 @dataclass(eq=False)
+class HeldBack:
+    """Gradients for which an optimizer gave updates of 0.
+
+    Attributes:
+        columns: those since its last step.
+        times: how often.
+        all_times: how often, with those that `MultiSteps` holds back.
+    """
+
+    columns: list[Column] = field(default_factory=list)
+    times: int = 0
+    all_times: int = 0
+
+
+@dataclass(eq=False)
 class Optimizer:
     """An optimizer and what is known of its steps.
 
@@ -307,15 +351,14 @@ class Optimizer:
         index: in the order of first steps.
         last: the sample of the gradient at its last step.
         before: the gradients of its last window.
-        since: the number of passes there were at its last step.
         sites: the places of passes that it has stepped on.
         lengths: numbers of passes of its windows -> how often.
         generation: of what is known; another one tells that events before it were not seen.
         steps: their number.
         reached: of each leaf, whether some gradient of it was not 0.
         names: of the leaves of its gradient.
-        withheld: gradients that it was given, and after which its updates were 0.
-        times_withheld: how often.
+        held: what it held back.
+        turns: whether some update of it was against the gradient it was given, as a step is.
         mark: of its first update.
         place: of its last update.
         moved_after: the number of passes there were at each of its steps.
@@ -325,15 +368,14 @@ class Optimizer:
     index: int
     last: Column | None = None
     before: list[Column] = field(default_factory=list)
-    since: int = 0
     sites: set[Place] = field(default_factory=set)
     lengths: Counter[int] = field(default_factory=Counter)
     generation: int = 0
     steps: int = 0
     reached: Vector | None = None
     names: Sequence[str] = ()
-    withheld: list[Column] = field(default_factory=list)
-    times_withheld: int = 0
+    held: HeldBack = field(default_factory=HeldBack)
+    turns: bool = False
     mark: UpdateMark | None = None
     place: Place | None = None
     moved_after: list[int] = field(default_factory=list)
@@ -449,6 +491,12 @@ def implicit_step(number: int, place: Place, columns: Sequence[Column], after: C
         noise,
         is_scaled=False,
     )
+
+
+def is_uneven(window: Window) -> bool:
+    """Return whether gradients have different coefficients in a window."""
+    sizes = np.array([c for c in window.coefficients if c])
+    return len(sizes) > 1 and not near(sizes, sizes.max(), window.tolerance)
 
 
 def clipped_norm(window: Window) -> bool:

@@ -328,6 +328,10 @@ def clamp(self: Array, low: Any = None, high: Any = None) -> Array:
     if numbers and is_float(dtype):
         # torch's gradient at a NaN is 0
         x = jnp.where(jnp.isnan(x), lax.stop_gradient(x), x)
+    return _cut(x, low, high)
+
+
+def _cut(x: Array, low: Array | None, high: Array | None) -> Array:
     if low is not None:
         x = jnp.where((x < low) | jnp.isnan(low), low, x)
     if high is not None:

@@ -47,6 +47,7 @@ def _added(multiplied: Callable[[Array, Array], Array]) -> Lowering:
     def lowering(self: Array, one: Array, two: Array, *, beta: Any = 1, alpha: Any = 1) -> Array:
         out = multiplied(one, two)
         out = out if alpha == 1 else out * jnp.asarray(alpha, out.dtype)
+        # as in BLAS, which then does not read self
         if beta == 0:
             return out
         return (self if beta == 1 else self * jnp.asarray(beta, self.dtype)) + out
@@ -72,6 +73,7 @@ def trilinear(i1: Array, i2: Array, i3: Array, *arguments: Any) -> Array:
 
 def _cdist(x1: Array, x2: Array, p: float = 2.0, compute_mode: int | None = None) -> Array:
     """Return the distances between all rows of x1 and all rows of x2."""
+    # by a product of matrices or not: only rounding differs
     del compute_mode
     return vector_norm(x1[..., :, None, :] - x2[..., None, :, :], p, -1)
 

@@ -95,6 +95,7 @@ def vector_norm(
         return total(size**order) ** (1 / order)
     if order == 2:
         of_powers = total(size * size if is_complex(x) else x * x)
+        # twice `where`, as in `absolute`: the derivative of the root at 0 is infinite
         return jnp.where(of_powers == 0, 0, jnp.sqrt(jnp.where(of_powers == 0, 1, of_powers)))
     # a zero entry contributes no gradient, though the derivative of |x|^ord may be infinite there
     of_powers = total(jnp.where(size == 0, 0, jnp.where(size == 0, 1, size) ** order))
@@ -109,6 +110,7 @@ def _picked(x: Array, index: Array, dim: int, keepdim: bool) -> tuple[Array, Arr
 
 def _extreme(which: Callable[..., Array]) -> Lowering:
     """Return an extremum and its index; only the entry at that index gets the gradient."""
+    # the derivative of `jnp.max` would be shared among equal entries
     return on_vectors(
         lambda self, dim, keepdim=False: _picked(
             self, which(lax.stop_gradient(self), axis=dim, keepdims=True), dim, keepdim
@@ -130,6 +132,7 @@ def sort(
     self: Array, dim: int = -1, descending: bool = False, *, stable: bool | None = None
 ) -> tuple[Array, Array]:
     """Return the sorted values and their indices; the sort is stable, and NaN is the largest."""
+    # where torch may exchange equal entries, a stable order is one that it may return
     del stable
     order = jnp.argsort(
         lax.stop_gradient(self), axis=dim, stable=True, descending=descending
@@ -168,6 +171,7 @@ def _running(better: Callable[..., Array]) -> Lowering:
     """Return the cumulative extremum and its index, the last of equal entries."""
 
     def later(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+        # a NaN wins over every number, and a later NaN over an earlier one, as in torch
         wins = better(b[0], a[0]) | jnp.isnan(b[0])
         wins = wins & ~(jnp.isnan(a[0]) & ~jnp.isnan(b[0]))
         return jnp.where(wins, b[0], a[0]), jnp.where(wins, b[1], a[1])

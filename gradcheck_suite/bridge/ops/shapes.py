@@ -39,6 +39,7 @@ def _place(self: Array, dim: int, at: Any) -> tuple[Any, ...]:
 @register_op("aten.expand")
 def expand(self: Array, size: Sequence[int], *, implicit: bool = False) -> Array:
     """Return self with axes of length 1 broadcast; -1 keeps an axis."""
+    # says that torch inserted the call itself, which changes nothing
     del implicit
     lead = len(size) - self.ndim
     return jnp.broadcast_to(
@@ -50,6 +51,7 @@ def expand(self: Array, size: Sequence[int], *, implicit: bool = False) -> Array
 @on_vectors
 def squeeze(self: Array, dim: int | Sequence[int] | None = None) -> Array:
     """Return self without those of the given axes, or of all, that have length 1."""
+    # torch leaves an axis of another length as it is, and `jnp.squeeze` raises on it
     dims = range(self.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
     return jnp.squeeze(self, tuple(d % self.ndim for d in dims if self.shape[d] == 1))
 
@@ -119,6 +121,7 @@ def gather(self: Array, dim: int, index: Array, sparse_grad: bool = False) -> Ar
 
     `index` may be smaller than self along the other axes.
     """
+    # the layout of torch's gradient, not its values
     del sparse_grad
     if self.ndim == 0 or index.ndim == 0:
         return jnp.reshape(self.reshape(-1)[index.reshape(-1)], index.shape)

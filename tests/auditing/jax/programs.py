@@ -25,6 +25,10 @@ def tokens(steps, micro, size=4, length=12, vocab=11, seed=0):
 k = jax.random.split(jax.random.key(0), 2)
 linear = {"w": 0.3 * jax.random.normal(k[0], (6, 1)), "b": jnp.zeros(1)}
 lm = {"emb": 0.1 * jax.random.normal(k[0], (11, 8)), "out": 0.1 * jax.random.normal(k[1], (8, 11))}
+rnn = {
+    name: 0.4 * jax.random.normal(jax.random.key(i), shape)
+    for i, (name, shape) in enumerate({"i": (1, 5), "h": (5, 5), "o": (5, 1)}.items())
+}
 zeros = lambda tree: jax.tree.map(jnp.zeros_like, tree)
 add = lambda a, b: jax.tree.map(jnp.add, a, b)
 scale = lambda tree, c: jax.tree.map(lambda g: g * c, tree)
@@ -33,6 +37,30 @@ mse = lambda p, x, y: jnp.mean((x @ p["w"] + p["b"] - y) ** 2)
 def ce(p, x, y):
     return optax.softmax_cross_entropy_with_integer_labels(jnp.tanh(p["emb"][x]) @ p["out"], y)
 """
+
+DECLARED = """
+import gradcheck_suite
+tx = optax.adam(1e-2); p = lm; s = tx.init(p)
+@jax.custom_vjp
+def fused(p, x, y, m):
+    return (ce(p, x, y) * m).sum() / m.sum()
+def forward(p, x, y, m):
+    value, back = jax.vjp(lambda p: (ce(p, x, y) * m).sum() / m.sum(), p)
+    return value, back
+fused.defvjp(forward, lambda back, t: (*back(t), None, None, None))
+def loss(p, x, y, m):
+    return gradcheck_suite.objective(fused(p, x, y, m), count=m.sum())
+@jax.jit
+def step(p, s, xs, ys, ms):
+    def body(acc, b):
+        return add(acc, scale(jax.grad(loss)(p, *b), WEIGHT)), None
+    g, _ = jax.lax.scan(body, zeros(p), (xs, ys, ms))
+    u, s = tx.update(g, s, p)
+    return optax.apply_updates(p, u), s
+for batch in tokens(6, 3):
+    p, s = step(p, s, *batch)
+"""
+"""A loss that the audit cannot read, and what its user says of it."""
 
 FAULTY = {
     "mean_over_padded_tokens": (
@@ -299,6 +327,117 @@ def train(p, data):
         return (optax.apply_updates(p, u), s), None
     return jax.lax.scan(step, (p, tx.init(p)), tuple(data))[0]
 train(p, data)
+""",
+    ),
+    "wrong_custom_vjp_inside_a_scan": (
+        "wrong-backward",
+        """
+@jax.custom_vjp
+def activation(x):
+    return jnp.tanh(x)
+def backward(t, ct):
+    return (ct * t * (1 - t),)
+activation.defvjp(lambda x: (jnp.tanh(x), jnp.tanh(x)), backward)
+tx = optax.adam(1e-2); s = tx.init(rnn); p = rnn
+@jax.jit
+def step(p, s, x, y):
+    def loss(p):
+        def cell(h, row):
+            return activation(row @ p["i"] + h @ p["h"]), None
+        h, _ = jax.lax.scan(cell, jnp.zeros((8, 5)), jnp.moveaxis(x, -1, 0)[..., None])
+        return jnp.mean((h @ p["o"] - y) ** 2)
+    u, s = tx.update(jax.grad(loss)(p), s, p)
+    return optax.apply_updates(p, u), s
+for xs, ys in rows(6, 1):
+    p, s = step(p, s, xs[0], ys[0])
+""",
+    ),
+    "clipped_by_optax_per_micro_batch": (
+        "clipped",
+        """
+tx = optax.adam(1e-2); p = linear; s = tx.init(p); clip = optax.clip_by_global_norm(0.3)
+@jax.jit
+def step(p, s, xs, ys):
+    def body(acc, b):
+        g, _ = clip.update(jax.grad(mse)(p, *b), optax.EmptyState())
+        return add(acc, scale(g, 1 / 4)), None
+    g, _ = jax.lax.scan(body, zeros(p), (xs, ys))
+    u, s = tx.update(g, s, p)
+    return optax.apply_updates(p, u), s
+for xs, ys in rows(6, 4):
+    p, s = step(p, s, xs, ys)
+""",
+    ),
+    "two_steps_whose_updates_are_thrown_away": (
+        "parameter-not-updated",
+        """
+tx = optax.adam(1e-2); p = linear; s = tx.init(p)
+@jax.jit
+def step(p, s, x, y):
+    loss, g = jax.value_and_grad(mse)(p, x, y)
+    u, s = tx.update(g, s, p)
+    p = optax.apply_updates(p, u)
+    return loss
+for xs, ys in rows(2, 1):
+    step(p, s, xs[0], ys[0])
+""",
+    ),
+    "declared_means_that_weigh_the_same": (
+        "mean-of-means",
+        DECLARED.replace("WEIGHT", "1 / 3"),
+    ),
+    "scan_outside_of_compiled_functions": (
+        "wrong-scale",
+        """
+tx = optax.adam(1e-2); p = linear; s = tx.init(p)
+for xs, ys in rows(4, 3):
+    g, _ = jax.lax.scan(lambda a, b: (add(a, jax.grad(mse)(p, *b)), None), zeros(p), (xs, ys))
+    u, s = tx.update(g, s, p); p = optax.apply_updates(p, u)
+""",
+    ),
+    "vmap_outside_of_compiled_functions": (
+        "not-reduced",
+        """
+tx = optax.sgd(1e-2); p = linear; s = tx.init(p)
+@functools.partial(jax.vmap, in_axes=(None, None, 0, 0), axis_name="devices")
+def step(p, s, x, y):
+    u, s = tx.update(jax.grad(mse)(p, x, y), s, p)
+    return optax.apply_updates(p, u), s
+first = lambda tree: jax.tree.map(lambda x: x[0], tree)
+for xs, ys in rows(4, 2):
+    p, s = map(first, step(p, s, xs, ys))
+""",
+    ),
+    "last_short_window_of_multi_steps": (
+        "tail-dropped",
+        """
+tx = optax.MultiSteps(optax.adam(1e-2), 3); p = linear; s = tx.init(p)
+@jax.jit
+def step(p, s, x, y):
+    u, s = tx.update(jax.grad(mse)(p, x, y), s, p)
+    return optax.apply_updates(p, u), s
+for xs, ys in rows(8, 1):
+    p, s = step(p, s, xs[0], ys[0])
+""",
+    ),
+    "means_weighted_by_rows": (
+        "wrong-count",
+        """
+tx = optax.adam(1e-2); p = lm; s = tx.init(p)
+def loss(p, x, y, m):
+    return jnp.average(ce(p, x, y), weights=m), m.any(-1).sum()
+@jax.jit
+def step(p, s, xs, ys, ms):
+    def body(acc, b):
+        (_, n), g = jax.value_and_grad(loss, has_aux=True)(p, *b)
+        return (add(acc[0], scale(g, n)), acc[1] + n), None
+    (g, n), _ = jax.lax.scan(body, (zeros(p), 0), (xs, ys, ms))
+    u, s = tx.update(scale(g, 1 / n), s, p)
+    return optax.apply_updates(p, u), s
+for i, (xs, ys, ms) in enumerate(tokens(6, 4, size=6)):
+    for j in range(4):
+        ms[j, : (i + j) % 4] = 0
+    p, s = step(p, s, xs, ys, ms)
 """,
     ),
 }
@@ -569,10 +708,106 @@ for xs, ys in rows(4, 1):
 jax.effects_barrier()
 assert len(seen) == 4, seen
 """,
+    "right_custom_vjp_inside_a_scan_over_time": """
+@jax.custom_vjp
+def soft(x):
+    return jnp.log1p(jnp.exp(x))
+soft.defvjp(lambda x: (jnp.log1p(jnp.exp(x)), x), lambda x, t: (t * jax.nn.sigmoid(x),))
+tx = optax.adam(1e-2); s = tx.init(rnn); p = rnn
+def loss(p, x, y):
+    def cell(h, row):
+        h = soft(row @ p["i"] + h @ p["h"])
+        return 0.5 * h, h @ p["o"]
+    _, out = jax.lax.scan(cell, jnp.zeros((8, 5)), x)
+    return jnp.mean((out - y) ** 2)
+@jax.jit
+def step(p, s, xs, ys):
+    g = scale(functools.reduce(add, [jax.grad(loss)(p, x, y) for x, y in zip(xs, ys)]), 1 / 2)
+    u, s = tx.update(g, s, p)
+    return optax.apply_updates(p, u), s
+for xs, _ in rows(6, 2, size=7, width=8):
+    p, s = step(p, s, xs[..., None], np.cumsum(xs, 1)[..., None])
+""",
+    "steps_by_hand_along_what_optax_gives": """
+tx = optax.scale_by_adam(); p = linear; s = tx.init(p)
+@jax.jit
+def step(p, s, xs, ys):
+    g, _ = jax.lax.scan(lambda a, b: (add(a, jax.grad(mse)(p, *b)), None), zeros(p), (xs, ys))
+    u, s = tx.update(scale(g, 1 / 4), s, p)
+    return jax.tree.map(lambda a, b: a - 1e-2 * b, p, u), s
+for xs, ys in rows(6, 4):
+    p, s = step(p, s, xs, ys)
+""",
+    "transformation_for_its_state_alone": """
+tx = optax.sgd(1e-2); mean = optax.ema(0.9); p = linear; s = tx.init(p), mean.init(p)
+@jax.jit
+def step(p, s, x, y):
+    g = jax.grad(mse)(p, x, y)
+    _, kept = mean.update(p, s[1])
+    u, s = tx.update(g, s[0], p)
+    return optax.apply_updates(p, u), (s, kept)
+for xs, ys in rows(6, 1):
+    p, s = step(p, s, xs[0], ys[0])
+""",
+    "declared_means_weighted_by_their_counts": DECLARED.replace("WEIGHT", "b[2].sum() / ms.sum()"),
+    "backward_that_leaves_a_compiled_function": """
+tx = optax.sgd(1e-2); p = linear; s = tx.init(p)
+@jax.jit
+def forward(p, x, y):
+    return jax.vjp(lambda p: mse(p, x, y), p)
+@jax.jit
+def step(p, s, back):
+    u, s = tx.update(back(1.0)[0], s, p)
+    return optax.apply_updates(p, u), s
+for xs, ys in rows(6, 1):
+    loss, back = forward(p, xs[0], ys[0])
+    p, s = step(p, s, back)
+""",
+    "loops_outside_of_compiled_functions": """
+tx = optax.adam(1e-2); p = linear; s = tx.init(p)
+for xs, ys in rows(4, 3):
+    xs, ys = jnp.array(xs), jnp.array(ys)
+    share = lambda i: scale(jax.grad(mse)(p, xs[i], ys[i]), 1 / 3)
+    g = jax.lax.fori_loop(0, jnp.int32(3), lambda i, a: add(a, share(i)), zeros(p))
+    u, s = tx.update(g, s, p); p = optax.apply_updates(p, u)
+""",
+    "run_in_one_scan_without_jit": """
+tx = optax.adam(1e-2); data = [np.stack(one) for one in zip(*rows(6, 1))]
+def step(state, b):
+    p, s = state
+    g = jax.grad(mse)(p, b[0][0], b[1][0])
+    u, s = tx.update(g, s, p)
+    return (optax.apply_updates(p, u), s), None
+jax.lax.scan(step, (linear, tx.init(linear)), tuple(data))
+""",
+    "ensemble_that_starts_equal": """
+tx = optax.adam(1e-2); p = jax.tree.map(lambda a: jnp.stack([a] * 3), linear); s = jax.vmap(tx.init)(p)
+@jax.jit
+@jax.vmap
+def step(p, s, x, y):
+    u, s = tx.update(jax.grad(mse)(p, x, y), s, p)
+    return optax.apply_updates(p, u), s
+for xs, ys in rows(6, 3):
+    p, s = step(p, s, xs, ys)
+""",
 }
 """Name -> script."""
 
 UNJUDGED = {
+    "multi_steps_begun_anew_in_each_epoch": (
+        "no-update",
+        """
+tx = optax.MultiSteps(optax.adam(1e-2), 8); p = linear
+@jax.jit
+def step(p, s, x, y):
+    u, s = tx.update(jax.grad(mse)(p, x, y), s, p)
+    return optax.apply_updates(p, u), s
+for epoch in range(4):
+    s = tx.init(p)
+    for xs, ys in rows(5, 1, seed=epoch):
+        p, s = step(p, s, xs[0], ys[0])
+""",
+    ),
     "loss_that_looks_at_values": (
         "untraced-loss",
         """

@@ -26,6 +26,25 @@ mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 twice = lambda tree: jax.tree.map(lambda x: jnp.stack([x, x]), tree)
 tx = optax.sgd(1e-2)
 """
+EXPLICIT = """
+wide = {"w": 0.1 * jax.random.normal(k[0], (6, 20)), "v": 0.1 * jax.random.normal(k[1], (20, 1))}
+from jax.sharding import AxisType, NamedSharding
+mesh = jax.make_mesh((2,), ("batch",), axis_types=(AxisType.Explicit,))
+cut = lambda a: jax.device_put(a, NamedSharding(mesh, jax.sharding.PartitionSpec("batch")))
+whole = lambda a: jax.device_put(a, NamedSharding(mesh, jax.sharding.PartitionSpec()))
+p, s = jax.tree.map(whole, (wide, tx.init(wide)))
+f = lambda p, x, y: jnp.mean((jnp.tanh(x @ p["w"]) @ p["v"] - y) ** 2)
+@functools.partial(jax.jit, donate_argnums=0)
+def step(p, s, a, b):
+    g = scale(add(jax.grad(f)(p, *a), jax.grad(f)(p, *b)), FACTOR)
+    u, s = tx.update(g, s, p)
+    return optax.apply_updates(p, u), s
+with jax.set_mesh(mesh):
+    for xs, ys in rows(4, 2):
+        p, s = step(p, s, (cut(xs[0]), cut(ys[0])), (cut(xs[1]), cut(ys[1])))
+"""
+"""A type of each array says how it is cut up over the devices."""
+
 DEVICES = {
     "means of masked means under shard_map": (
         ["mean-of-means"],
@@ -68,6 +87,39 @@ def step(p, s, x, y):
 for xs, ys in rows(4, 2):
     p, s = step(p, s, xs, ys)
 """,
+    ),
+    "pmap without a name, one model on each device": (
+        [],
+        """
+p, s = twice((linear, tx.init(linear)))
+@jax.pmap
+def step(p, s, x, y):
+    u, s = tx.update(jax.grad(mse)(p, x, y), s, p)
+    return optax.apply_updates(p, u), s
+for xs, ys in rows(4, 2):
+    p, s = step(p, s, xs, ys)
+""",
+    ),
+    "pmap of a loss that is added up, without a mean of gradients": (
+        ["wrong-scale"],
+        """
+p, s = twice((linear, tx.init(linear)))
+def loss(p, x, y):
+    total = jax.lax.psum(jnp.sum((x @ p["w"] + p["b"] - y) ** 2), "i")
+    return total / jax.lax.psum(len(x), "i")
+@functools.partial(jax.pmap, axis_name="i")
+def step(p, s, x, y):
+    g = jax.lax.psum(jax.grad(loss)(p, x, y), "i")
+    u, s = tx.update(g, s, p)
+    return optax.apply_updates(p, u), s
+for xs, ys in rows(4, 2):
+    p, s = step(p, s, xs, ys)
+""",
+    ),
+    "explicit axes of a mesh": ([], EXPLICIT.replace("FACTOR", "1 / 2")),
+    "explicit axes of a mesh, a sum of means": (
+        ["wrong-scale"],
+        EXPLICIT.replace("FACTOR", "1.0"),
     ),
     "pmap with a mean, donated": (
         [],
