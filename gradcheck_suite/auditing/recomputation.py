@@ -578,6 +578,11 @@ SENTENCES = {
         " calls, it is another one (random numbers of a generator that it does not restore, or other"
         " state?)"
     ),
+    "stolen": (
+        "`.grad` is twice the gradient of the last micro-batch, and has nothing of those before: a"
+        " function returns memory of its own as a gradient, which became `.grad`, and writes to it"
+        " in each backward"
+    ),
     "redrawn of python": (
         "a checkpoint calls a module ({module}) again inside of the backward, and it draws other"
         " random numbers of Python or numpy than in the forward, which a checkpoint does not put"
@@ -1199,6 +1204,8 @@ def _judge_backward(
     difference, _, _ = _computed(asked, parts, How())
     exact, _, replayed = _computed(asked, parts, How(hooks=True, scale=1.0))
     if exact.worst is not None:
+        if _judge_stolen(asked, parts, exact, result):
+            return
         _refuse_difference(asked, parts, replayed, without)
     scaled, eightfold, _ = _computed(asked, parts, How(hooks=True))
     names = ", ".join(hooked[:3])
@@ -1218,6 +1225,37 @@ def _judge_backward(
         else f"custom function {', '.join(functions) or '?'}"
     )
     _blame("not-linear", SENTENCES["not-linear"].format(what=what), difference, result)
+
+
+NEAR_TWICE = 1e-3
+"""Relative difference up to which a `.grad` is twice what the last pass brings."""
+
+
+def _judge_stolen(
+    asked: Asked, parts: Sequence[Part], difference: Difference, result: Recomputed
+) -> bool:
+    """Judge gradients that lie in memory to which each backward writes.
+
+    Autograd takes a gradient that nobody else holds for `.grad`, without a copy. Where the same
+    memory is written to and returned once more, it is added to itself: `.grad` is twice what the
+    last pass brings, whatever the passes before have brought.
+    """
+    last = max(part.index for part in parts)
+    whole, _ = by_micro_batch(parts, How(hooks=True, scale=1.0))
+    own, _ = by_micro_batch([p for p in parts if p.index == last], How(hooks=True, scale=1.0))
+    if last == min(part.index for part in parts):
+        return False
+
+    def is_near(key: int, one: torch.Tensor) -> bool:
+        off = norm(add_gradients(asked.compared[key].to(one.dtype), -asked.factor * one))
+        return off <= NEAR_TWICE * abs(asked.factor) * norm(one)
+
+    keys = whole.gradients.keys() & own.gradients.keys() & asked.compared.keys()
+    others = [key for key in keys if not is_near(key, whole.gradients[key])]
+    if not others or not all(is_near(key, 2 * own.gradients[key]) for key in others):
+        return False
+    _blame("stolen-buffer", SENTENCES["stolen"], difference, result)
+    return True
 
 
 def _refuse_difference(

@@ -1222,6 +1222,40 @@ AGAIN = {
         optimizer=BOTH,
     ),
 }
+STOLEN_HEAD = """
+work = torch.empty(4)
+class Gain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        work.copy_((g * x).sum(0))
+        return g * w, {returned}
+class Gained(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.ones(4))
+    def forward(self, x):
+        return Gain.apply(x, self.w)
+"""
+STOLEN = {
+    "faulty_stolen_view": violated(
+        "stolen-buffer",
+        "((model(torch.randn(5, 3)) - 1).square().mean() / 3).backward()",
+        before=STOLEN_HEAD.replace("{returned}", "work[:]"),
+        model="torch.nn.Sequential(torch.nn.Linear(3, 4), Gained())",
+        passes=3,
+    ),
+    "sound_view_cloned": holds(
+        "((model(torch.randn(5, 3)) - 1).square().mean() / 3).backward()",
+        before=STOLEN_HEAD.replace("{returned}", "work.clone()"),
+        model="torch.nn.Sequential(torch.nn.Linear(3, 4), Gained())",
+        passes=3,
+    ),
+}
 DIVERGING = {
     "sound_diverging": holds(
         "(model(torch.randn(6, 3)) - 1).pow(4).mean().backward()",
@@ -1338,6 +1372,7 @@ EVIDENCE = {
     **BETWEEN,
     **AGAIN,
     **DIVERGING,
+    **STOLEN,
     **RUNNING,
     **SKIPPED,
     **RESULTS,
