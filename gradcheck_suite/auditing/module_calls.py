@@ -153,6 +153,7 @@ class ModuleCall:
         at_backward: how things were at each of its backward passes.
         own_outputs: references to the outputs, of which the program may have hooked some.
         has_hooked_output: whether it had when the gradient came back.
+        passed: index of an output -> the gradient that hooks of the program's on it have let pass.
     """
 
     module: torch.nn.Module
@@ -175,6 +176,7 @@ class ModuleCall:
     at_backward: list[AtBackward] = field(default_factory=list)
     own_outputs: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     has_hooked_output: bool = False
+    passed: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def changed(self) -> bool:
@@ -514,9 +516,19 @@ class ModuleCalls:
             forward.outputs.append(sample(tensor, whole=True))
             forward.scalars.append(tensor.dim() == 0)
             forward.own_outputs.append(weakref.ref(tensor))
+            node: Any = tensor.grad_fn
+            node.register_prehook(functools.partial(_let_pass, forward, index, tensor.output_nr))
             if id(tensor) not in seen:  # a tensor that is returned twice receives one gradient
                 seen.add(id(tensor))
                 tensor.register_hook(self._hook(self._receive, forward, index))
+
+
+def _let_pass(
+    forward: ModuleCall, index: int, output: int, gradients: Sequence[torch.Tensor | None]
+) -> None:
+    """Keep what hooks of the program's on an output have let pass: those of its node come later."""
+    if forward.has_hooked_output and (given := gradients[output]) is not None:
+        forward.passed[index] = given
 
 
 def _kept(value: Any, *, copy: bool) -> Any:

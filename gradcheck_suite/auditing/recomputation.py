@@ -578,6 +578,11 @@ SENTENCES = {
         " calls, it is another one (random numbers of a generator that it does not restore, or other"
         " state?)"
     ),
+    "output hook": (
+        "a hook on an output of the model multiplies the gradients of the window's micro-batches by"
+        " factors from {numbers}, so micro-batches do not add up to one batch (it normalizes or"
+        " clips each)"
+    ),
     "stolen": (
         "`.grad` is twice the gradient of the last micro-batch, and has nothing of those before: a"
         " function returns memory of its own as a gradient, which became `.grad`, and writes to it"
@@ -1204,6 +1209,8 @@ def _judge_backward(
     difference, _, _ = _computed(asked, parts, How())
     exact, _, replayed = _computed(asked, parts, How(hooks=True, scale=1.0))
     if exact.worst is not None:
+        if _judge_output_hooks(asked, received, exact, result):
+            return
         if _judge_stolen(asked, parts, exact, result):
             return
         _refuse_difference(asked, parts, replayed, without)
@@ -1225,6 +1232,49 @@ def _judge_backward(
         else f"custom function {', '.join(functions) or '?'}"
     )
     _blame("not-linear", SENTENCES["not-linear"].format(what=what), difference, result)
+
+
+def _judge_output_hooks(
+    asked: Asked, received: Sequence[Part], difference: Difference, result: Recomputed
+) -> bool:
+    """Judge hooks of the program's on outputs of a model, where these explain the difference.
+
+    What arrived there is known, and what the hooks have let pass.
+    """
+    hooked = [part for part in received if part.forward.has_hooked_output]
+    if not hooked or any(part.forward.passed.keys() != part.cotangents.keys() for part in hooked):
+        return False
+    passed = [
+        replace(part, cotangents=dict(part.forward.passed)) if part in hooked else part
+        for part in received
+    ]
+    if _computed(asked, passed, How(hooks=True, scale=1.0))[0].worst is not None:
+        return False
+    factors = [
+        _factor_of(part.cotangents[i], given)
+        for part in hooked
+        for i, given in part.forward.passed.items()
+    ]
+    known = [one for one in factors if one is not None]
+    if len(known) == len(factors) and max(known) - min(known) > NEAR_TWICE * max(map(abs, known)):
+        numbers = f"{min(known):.3g} to {max(known):.3g}"
+        _blame("not-linear", SENTENCES["output hook"].format(numbers=numbers), difference, result)
+        return True
+    said = (
+        f"a hook on an output of the model changes the gradient by {difference.error:.2g} of its"
+        " size"
+    )
+    result.notes.append(finding("hook-factor", said))
+    return True
+
+
+def _factor_of(arrived: torch.Tensor, passed: torch.Tensor) -> float | None:
+    """Return the one factor by which a gradient was multiplied; None for anything else."""
+    one = _double(arrived).flatten()
+    other = _double(passed).flatten()
+    square = float((one * one).sum())
+    found = float((one * other).sum()) / square if square else 0.0
+    return found if norm(other - found * one) <= NEAR_TWICE * norm(other) else None
 
 
 NEAR_TWICE = 1e-3

@@ -1256,6 +1256,18 @@ STOLEN = {
         passes=3,
     ),
 }
+ON_OUTPUT = """
+out = model(torch.randn(5, 3))
+out.register_hook(lambda g: {})
+((out - 1).square().mean() / 2).backward()
+"""
+OUTPUT_HOOKS = {
+    "faulty_hook_normalises_the_output": violated(
+        "not-linear", ON_OUTPUT.format("g / g.norm()"), passes=2
+    ),
+    "sound_hook_doubles_the_output": holds(ON_OUTPUT.format("2 * g"), passes=2),
+    "sound_hook_watches_the_output": holds(ON_OUTPUT.format("None"), passes=2),
+}
 DIVERGING = {
     "sound_diverging": holds(
         "(model(torch.randn(6, 3)) - 1).pow(4).mean().backward()",
@@ -1373,6 +1385,7 @@ EVIDENCE = {
     **AGAIN,
     **DIVERGING,
     **STOLEN,
+    **OUTPUT_HOOKS,
     **RUNNING,
     **SKIPPED,
     **RESULTS,
