@@ -215,8 +215,10 @@ class ModuleCall:
     def note_backward(self) -> None:
         """Note how things are when a pass begins to compute the call's gradient."""
         # one hook is the suite's own
-        outputs = (output for of in self.own_outputs if (output := of()) is not None)
-        self.has_hooked_output |= any(len(one._backward_hooks or ()) > 1 for one in outputs)
+        outputs = [of() for of in self.own_outputs]
+        self.has_hooked_output |= any(
+            one is not None and len(one._backward_hooks or ()) > 1 for one in outputs
+        )
         inputs = _fingerprints(self.given)
         point = point_of(self.module)
         arguments = list[Any]()

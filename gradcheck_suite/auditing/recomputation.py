@@ -852,7 +852,7 @@ def _note_tensor_hooks(
     asked: Asked, parts: Sequence[Part], replayed: Sequence[Replayed], result: Recomputed
 ) -> None:
     """Note hooks that the forward sets on tensors, and that change the gradient."""
-    lines = sorted({line for found in replayed for line in found.hooked})
+    lines = sorted(set[str]().union(*(found.hooked for found in replayed)))
     if not lines:
         return
     without, _, _ = _computed(asked, parts, How(unhooked=True))
@@ -1250,11 +1250,10 @@ def _judge_output_hooks(
     ]
     if _computed(asked, passed, How(hooks=True, scale=1.0))[0].worst is not None:
         return False
-    factors = [
-        _factor_of(part.cotangents[i], given)
-        for part in hooked
-        for i, given in part.forward.passed.items()
-    ]
+    factors = list[float | None]()
+    for part in hooked:
+        passing = part.forward.passed
+        factors += [_factor_of(part.cotangents[index], passing[index]) for index in passing]
     known = [one for one in factors if one is not None]
     if len(known) == len(factors) and max(known) - min(known) > NEAR_TWICE * max(map(abs, known)):
         numbers = f"{min(known):.3g} to {max(known):.3g}"
