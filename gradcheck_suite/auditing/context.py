@@ -17,6 +17,7 @@ from operator import not_
 from pathlib import Path
 from typing import IO, Any, Literal
 
+import numpy as np
 import torch
 
 from gradcheck_suite.auditing.custom_functions import NOT_SEEN
@@ -454,6 +455,7 @@ class TorchAudit:
             self._result = self._closed(error)
         return self._result
 
+    @np.errstate(all="ignore")
     def _closed(self, error: BaseException | None) -> Result:
         complete = self._observing and error is None
         if not self._recorder.records and not self._is_off:
@@ -692,6 +694,8 @@ class TorchAudit:
             self._dtypes.setdefault(key, known.dtype)
         return events
 
+    # a gradient may be infinite, and what the program prints stays what it was
+    @np.errstate(all="ignore")
     def _judge_events(self, *, again: bool = False) -> None:
         """Judge what was recorded since the last step, and compute its window again where that is
         asked.
@@ -704,6 +708,7 @@ class TorchAudit:
             # it is known whether it helps
             self._tried |= self._forwards.keeps
             self._recompute(window)
+            self._judge_written(window)
             self._judge_draws(window)
         if window is not None and (again or self._outside.has_calls):
             self._judge_functions(window)
@@ -859,10 +864,20 @@ class TorchAudit:
         finally:
             self._outside.is_muted = False
 
+    def _judge_written(self, window: StepWindow) -> None:
+        """Judge what was written between a forward and its backward, which reads it."""
+        for index in window.passes:
+            found = self._running[index].written if index in self._running else None
+            if found is not None and self._judge.of_last_step() is None:
+                fault = StepFault(found.name, found.sentence, causes=("written",))
+                self._judge.add(violation_of(fault, window, window.passes[index].site))
+
     def _judge_draws(self, window: StepWindow) -> None:
         """Judge what modules drew when a backward called them again."""
-        if self._forwards.redrawn and window.passes and self._judge.of_last_step() is None:
+        sentence = self._forwards.repeated.said
+        if not sentence and self._forwards.redrawn:
             sentence = SENTENCES["redrawn again"].format(module=self._forwards.redrawn)
+        if sentence and window.passes and self._judge.of_last_step() is None:
             last = window.passes[max(window.passes)].site
             self._judge.add(violation_of(StepFault("wrong-backward", sentence), window, last))
 

@@ -14,19 +14,21 @@ import io
 import warnings
 import weakref
 import zlib
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.nn.modules import module as module_hooks
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint as checkpoints
 from torch.utils._device import DeviceContext
 from torch.utils.checkpoint import set_checkpoint_early_stop
-from torch.utils.hooks import unserializable_hook
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from gradcheck_suite.auditing.modes import Apart, AsBefore, is_of_rows
 from gradcheck_suite.auditing.places import here
@@ -36,6 +38,7 @@ from gradcheck_suite.auditing.program_state import (
     RandomState,
     unchanged,
 )
+from gradcheck_suite.auditing.repeated_calls import RepeatedCalls
 from gradcheck_suite.auditing.samples import (
     OWN,
     Fingerprint,
@@ -46,6 +49,7 @@ from gradcheck_suite.auditing.samples import (
     is_same,
     sample,
 )
+from gradcheck_suite.auditing.saved_values import note_call
 from gradcheck_suite.auditing.terms import elements, factors_below, is_leaf, live, mark_call
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF, dtype_name
 from gradcheck_suite.run.functions import ancestors, is_of_program, kinds_of
@@ -150,6 +154,9 @@ class ModuleCall:
         scalars: which outputs have no dimension.
         at_backward: how things were at each of its backward passes.
         steps: how many steps the run had made when the module was called.
+        own_outputs: references to the outputs, of which the program may have hooked some.
+        has_hooked_output: whether it had when the gradient came back.
+        passed: index of an output -> the gradient that hooks of the program's on it have let pass.
     """
 
     module: torch.nn.Module
@@ -171,6 +178,9 @@ class ModuleCall:
     scalars: list[bool] = field(default_factory=list)
     at_backward: list[AtBackward] = field(default_factory=list)
     steps: int = 0
+    own_outputs: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    has_hooked_output: bool = False
+    passed: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def changed(self) -> bool:
@@ -213,6 +223,11 @@ class ModuleCall:
 
     def note_backward(self, steps: int) -> None:
         """Note how things are when a pass begins to compute the call's gradient, after some steps."""
+        # one hook is the suite's own
+        outputs = [of() for of in self.own_outputs]
+        self.has_hooked_output |= any(
+            one is not None and len(one._backward_hooks or ()) > 1 for one in outputs
+        )
         inputs = _fingerprints(self.given)
         point = point_of(self.module)
         arguments = list[Any]()
@@ -275,6 +290,7 @@ class ModuleCalls:
         redrawn: the class of a module that was called once more inside of a backward of this
             window, for a gradient of its own, and drew other random numbers than before; else
             empty.
+        repeated: the calls of this window, by which those of its backward are known to be the same.
     """
 
     def __init__(
@@ -290,6 +306,7 @@ class ModuleCalls:
         self.functions: set[type] = set()
         self._looked_at: set[tuple[int, bool]] = set()
         self.redrawn = ""
+        self.repeated = RepeatedCalls()
         self._entered = dict[int, int]()
         self._drawn: defaultdict[int, set[int]] = defaultdict(set)
         self._at_begin = 0
@@ -301,6 +318,7 @@ class ModuleCalls:
         self._ran = ran
         self._failed = failed
         self._surrounding: torch.nn.Module | None = None
+        self._outermost: torch.nn.Module | None = None
         self._begun: tuple[tuple[Any, ...], Callable[..., ModuleCall]] | None = None
         self._handles: list[Any] = []
 
@@ -325,7 +343,7 @@ class ModuleCalls:
         if self._handles:
             module_hooks._has_any_global_hook = self._asked
         self._handles = []
-        self._surrounding = self._begun = None
+        self._surrounding = self._outermost = self._begun = None
 
     def _before(self, module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling():
@@ -335,6 +353,11 @@ class ModuleCalls:
         if self._is_full:
             with contextlib.suppress(Exception):  # nothing is raised into the program
                 self._entered[id(module)] = _random_mark()
+            if torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled():
+                with contextlib.suppress(Exception), Apart():
+                    self.repeated.enter(module, arguments)
+            if self._outermost is None and _is_in_program():
+                self._outermost = module
         if in_full is None or self._surrounding not in (None, module):
             return
         # their inner module is recorded instead: to call them again would start a collective
@@ -390,13 +413,24 @@ class ModuleCalls:
         return kept
 
     def _after(
-        self, module: torch.nn.Module, _: Any, keywords: dict[str, Any], output: Any
+        self,
+        module: torch.nn.Module,
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+        output: Any,
     ) -> None:
         if torch.compiler.is_compiling():
             return
         if (before := self._entered.pop(id(module), None)) is not None:
             with contextlib.suppress(Exception):
                 self._note_draws(module, before, output)
+            with contextlib.suppress(Exception), Apart():
+                self._note_outcome(module, (arguments, keywords), output)
+        if module is self._outermost:
+            self._outermost = None
+            # a tensor of a class of its own may have no memory
+            with contextlib.suppress(Exception), Apart():
+                note_call(module, pytree.tree_leaves((arguments, keywords)), differentiable(output))
         if module is not self._surrounding:
             return
         begun = self._begun
@@ -404,8 +438,8 @@ class ModuleCalls:
         try:
             with Apart():
                 if begun is not None:
-                    arguments, made = begun
-                    self._record(module, made, (arguments, keywords), output)
+                    given, made = begun
+                    self._record(module, made, (given, keywords), output)
                 else:
                     for tensor in filter(has_values, differentiable(output)):
                         tensor.register_hook(self._hook(self._ran, id(module), module.training))
@@ -430,6 +464,17 @@ class ModuleCalls:
         if drew and before not in known and torch.is_grad_enabled() and differentiable(output):
             self.redrawn = self.redrawn or type(module).__name__
 
+    def _note_outcome(self, module: torch.nn.Module, given: Any, output: Any) -> None:
+        """Note what a call of a module gives, and compare it where a backward calls it for a
+        gradient.
+        """
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return
+        if torch._C._current_graph_task_id() == -1:
+            self.repeated.note(module, given, output)
+        elif torch.is_grad_enabled() and differentiable(output):
+            self.repeated.compare(module, given, output)
+
     def pass_begins(self) -> None:
         """Note from which random numbers a backward pass may draw."""
         if torch._C._current_graph_task_id() == -1:
@@ -440,6 +485,8 @@ class ModuleCalls:
         """Forget the random numbers of a window that is over."""
         self._drawn.clear()
         self.redrawn = ""
+        self.repeated.forget()
+        self._outermost = None  # of a call that has raised
 
     def _hook(self, told: Callable[..., None], *about: Any) -> Callable[[torch.Tensor], None]:
         """Return a hook that tells of the gradient of an output, and raises nothing into the
@@ -489,9 +536,20 @@ class ModuleCalls:
         for index, tensor in enumerate(differentiable(output)):
             forward.outputs.append(sample(tensor, whole=True))
             forward.scalars.append(tensor.dim() == 0)
+            forward.own_outputs.append(weakref.ref(tensor))
+            node: Any = tensor.grad_fn
+            node.register_prehook(functools.partial(_let_pass, forward, index, tensor.output_nr))
             if id(tensor) not in seen:  # a tensor that is returned twice receives one gradient
                 seen.add(id(tensor))
                 tensor.register_hook(self._hook(self._receive, forward, index))
+
+
+def _let_pass(
+    forward: ModuleCall, index: int, output: int, gradients: Sequence[torch.Tensor | None]
+) -> None:
+    """Keep what hooks of the program's on an output have let pass: those of its node come later."""
+    if forward.has_hooked_output and (given := gradients[output]) is not None:
+        forward.passed[index] = given
 
 
 def _kept(value: Any, *, copy: bool) -> Any:
@@ -572,6 +630,8 @@ class How:
             numpy's random numbers as in the forward, which no checkpoint puts back.
         as_it_was_at_backward: whether what the program has written to parameters and arguments
             between a call and its backward is written here, too.
+        opened: whether checkpoints compute nothing again, and keep what the forward has computed.
+        unhooked: whether the hooks that the forward sets on tensors are left out.
     """
 
     hooks: bool = False
@@ -584,6 +644,8 @@ class How:
     own_parameters: bool = False
     as_drawn: bool = False
     as_it_was_at_backward: bool = False
+    opened: bool = False
+    unhooked: bool = False
 
 
 @dataclass
@@ -605,6 +667,8 @@ class Replayed:
         injected: losses of one element into which custom functions put a gradient of their own.
         marks: the modules that were called in the forward, in order, with fingerprints of what each
             has returned, where that was asked for.
+        checkpoints: that ran in the forward.
+        hooked: the lines at which the forward has set hooks on tensors.
     """
 
     gradients: Gradients = field(default_factory=dict)
@@ -616,6 +680,21 @@ class Replayed:
     inside: dict[int, torch.Tensor] = field(default_factory=dict)
     injected: list[Injected] = field(default_factory=list)
     marks: list[tuple[str, list[Fingerprint]]] = field(default_factory=list)
+    checkpoints: Checkpoints = field(default_factory=lambda: Checkpoints())
+    hooked: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Checkpoints:
+    """The checkpoints of torch that ran in a call.
+
+    Attributes:
+        number: of those that compute again by hooks on what is saved.
+        reentrant: of those that start a backward of their own.
+    """
+
+    number: int = 0
+    reentrant: int = 0
 
 
 @dataclass
@@ -750,6 +829,15 @@ def quiet() -> Iterator[None]:
         yield
 
 
+def _is_in_program() -> bool:
+    """Return whether a forward runs whose graph goes backward later: no part of a backward."""
+    return (
+        torch.is_grad_enabled()
+        and torch._C._current_graph_task_id() == -1
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
 def _random_mark() -> int:
     """Return a checksum of the generators from which modules draw; 0 inside of a transformation."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -783,6 +871,65 @@ def _eagerly() -> Iterator[None]:
             yield
     finally:
         dynamo.set_eval_frame(before)
+
+
+@contextlib.contextmanager
+def _watched_checkpoints(seen: Checkpoints, *, opened: bool) -> Iterator[None]:
+    """Count checkpoints, and let them keep what the forward has computed where that is asked for.
+
+    A reentrant one always does: its backward refuses to run inside of `torch.autograd.grad`.
+
+    Args:
+        seen: what is counted.
+        opened: whether nothing is computed again.
+    """
+    plain = getattr(checkpoints, GENERATOR, None)
+
+    def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
+        seen.number += 1
+        if opened or plain is None:
+            yield
+        else:
+            yield from plain(*args, **kwargs)
+
+    def apply(function: Callable[..., Any], _: bool, *args: Any) -> Any:
+        seen.reentrant += 1
+        return function(*args)
+
+    with contextlib.ExitStack() as stack:
+        if plain is not None:
+            stack.enter_context(mock.patch.object(checkpoints, GENERATOR, generator))
+        if hasattr(checkpoints, "CheckpointFunction"):
+            own = checkpoints.CheckpointFunction
+            stack.enter_context(mock.patch.object(own, "apply", staticmethod(apply)))
+        yield
+
+
+@contextlib.contextmanager
+def _watched_hooks(lines: list[str], *, unhooked: bool) -> Iterator[None]:
+    """Note where hooks are set on tensors, and leave them out where that is asked for."""
+    plain = torch.Tensor.register_hook
+
+    def register(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+        lines.append(here().line)
+        return RemovableHandle(OrderedDict()) if unhooked else plain(tensor, hook)
+
+    with mock.patch.object(torch.Tensor, "register_hook", register):
+        yield
+
+
+GENERATOR = "_checkpoint_without_reentrant_generator"
+"""What runs around the function of a checkpoint that is not reentrant, in `torch.utils.checkpoint`."""
+
+
+def has_room(module: torch.nn.Module) -> bool:
+    """Return whether there is memory for what checkpoints throw away."""
+    devices = {p.device for p in module.parameters() if p.is_cuda}
+    return all(
+        4 * torch.cuda.max_memory_allocated(one)
+        < torch.cuda.get_device_properties(one).total_memory
+        for one in devices
+    )
 
 
 def replay(
@@ -820,15 +967,27 @@ def replay(
         made = _Replacements.of(forward, arguments, how)
         stack.enter_context(_replaced(module, made.tensors))
         stack.enter_context(_eagerly())
+        seen = Checkpoints()
+        if has_room(module):
+            stack.enter_context(_watched_checkpoints(seen, opened=how.opened))
         stack.enter_context(AsBefore(forward.on))
         positional, keywords = pytree.tree_unflatten(made.arguments, forward.structure)
         forward.random.set()
         watched.states[True].add(_generators())
         for each, training in zip(module.modules(), forward.modes, strict=True):
             each.training = training
-        with torch.autocast(device, dtype=dtype, enabled=enabled):
+        hooked = list[str]()
+        with (
+            torch.autocast(device, dtype=dtype, enabled=enabled),
+            _watched_hooks(hooked, unhooked=how.unhooked),
+        ):
             module(*positional, **keywords)
-        result = Replayed(random=len(watched.states[True]) > 1, marks=watched.marks)
+        result = Replayed(
+            random=len(watched.states[True]) > 1,
+            marks=watched.marks,
+            checkpoints=seen,
+            hooked=hooked,
+        )
         outputs = differentiable(watched.seen[-1])
         result.outputs = [output.detach() for output in outputs]
         if how.forward_only:

@@ -397,7 +397,9 @@ OUTPUT_DRAWS = 16
 
 def _distance(recorded: Any, output: torch.Tensor) -> float:
     then, now = read([recorded, sample(output, whole=True)])
-    return distance(now, then)
+    # outputs that are not finite at the same places are the same there
+    same = (then == now) | (np.isnan(then) & np.isnan(now))
+    return distance(np.where(same, 0.0, now), np.where(same, 0.0, then))
 
 
 def _is_other(recorded: Any, output: torch.Tensor) -> bool:
@@ -569,6 +571,22 @@ SENTENCES = {
     "redrawn": (
         "a checkpoint draws other random numbers in backward than in the forward"
         " (`preserve_rng_state=False`?)"
+    ),
+    "other again": (
+        "what a checkpoint computes again in the backward is not what the forward has computed: with"
+        " the checkpoint the window's gradient is that of the program, and without it, from the same"
+        " calls, it is another one (random numbers of a generator that it does not restore, or other"
+        " state?)"
+    ),
+    "output hook": (
+        "a hook on an output of the model multiplies the gradients of the window's micro-batches by"
+        " factors from {numbers}, so micro-batches do not add up to one batch (it normalizes or"
+        " clips each)"
+    ),
+    "stolen": (
+        "`.grad` is twice the gradient of the last micro-batch, and has nothing of those before: a"
+        " function returns memory of its own as a gradient, which became `.grad`, and writes to it"
+        " in each backward"
     ),
     "redrawn of python": (
         "a checkpoint calls a module ({module}) again inside of the backward, and it draws other"
@@ -823,10 +841,62 @@ def _compute(asked: Asked, result: Recomputed) -> None:
         _judge_modes(asked, parts, modes, result)
     else:
         _judge_draws(asked, parts, replayed, difference, result)
+        _note_tensor_hooks(asked, parts, replayed, result)
     if result.name is None:
         _judge_age(asked, parts, result)
     if result.name is None:
         _judge_functions(asked, parts, total.functions, result)
+
+
+def _note_tensor_hooks(
+    asked: Asked, parts: Sequence[Part], replayed: Sequence[Replayed], result: Recomputed
+) -> None:
+    """Note hooks that the forward sets on tensors, and that change the gradient."""
+    lines = sorted(set[str]().union(*(found.hooked for found in replayed)))
+    if not lines:
+        return
+    without, _, _ = _computed(asked, parts, How(unhooked=True))
+    if without.worst is not None:
+        where = ", ".join(lines[:MOST_LINES])
+        said = (
+            f"a hook that the forward sets on a tensor ({where}) changes the gradient of what is"
+            " below it"
+        )
+        result.notes.append(finding("hook-factor", said))
+
+
+def _judge_checkpoints(asked: Asked, parts: Sequence[Part], result: Recomputed) -> None:
+    """Ask whether checkpoints compute again what the forward has computed.
+
+    With them the gradient is that of the program. Without them it is that of what the forward has
+    computed: no random number is drawn twice, and no state is read twice.
+    """
+    opened, _, replayed = _computed(asked, parts, How(opened=True))
+    if opened.worst is not None and not any(map(_lost_by, parts, replayed)):
+        _blame("wrong-backward", SENTENCES["other again"], opened, result)
+
+
+def _judge_draws(
+    asked: Asked,
+    parts: Sequence[Part],
+    replayed: Sequence[Replayed],
+    difference: Difference,
+    result: Recomputed,
+) -> None:
+    """Judge what a checkpoint draws, or computes, again inside of the backward."""
+    own = [found for found in replayed if not found.functions]  # those draw on purpose
+    if any(found.random and found.redrawn for found in own):
+        _blame("wrong-backward", SENTENCES["redrawn"], difference, result)
+        return
+    modules = [found.redrawn_of_python for found in own if found.redrawn_of_python]
+    if modules:
+        # what is called again may draw nothing
+        as_drawn, _, _ = _computed(asked, parts, How(as_drawn=True))
+        if as_drawn.worst is not None:
+            sentence = SENTENCES["redrawn of python"].format(module=modules[0])
+            _blame("wrong-backward", sentence, as_drawn, result)
+    if result.name is None and any(found.checkpoints.number for found in replayed):
+        _judge_checkpoints(asked, parts, result)
 
 
 def _is_that_of_one_batch(asked: Asked, parts: Sequence[Part], result: Recomputed) -> bool:
@@ -862,27 +932,6 @@ def _judge_modes(
     if difference.worst is not None:
         numbers = ", ".join(str(index) for index in sorted({part.index for part in modes}))
         _blame("wrong-mode", SENTENCES["wrong-mode"].format(numbers=numbers), difference, result)
-
-
-def _judge_draws(
-    asked: Asked,
-    parts: Sequence[Part],
-    replayed: Sequence[Replayed],
-    difference: Difference,
-    result: Recomputed,
-) -> None:
-    """Judge what a checkpoint draws when it calls modules again inside of the backward."""
-    own = [found for found in replayed if not found.functions]  # those draw on purpose
-    if any(found.random and found.redrawn for found in own):
-        _blame("wrong-backward", SENTENCES["redrawn"], difference, result)
-        return
-    modules = [found.redrawn_of_python for found in own if found.redrawn_of_python]
-    if modules:
-        # what is called again may draw nothing
-        as_drawn, _, _ = _computed(asked, parts, How(as_drawn=True))
-        if as_drawn.worst is not None:
-            sentence = SENTENCES["redrawn of python"].format(module=modules[0])
-            _blame("wrong-backward", sentence, as_drawn, result)
 
 
 def _holds_in_turn(asked: Asked, turn: Turn, received: Sequence[Part], result: Recomputed) -> bool:
@@ -1162,6 +1211,10 @@ def _judge_backward(
     difference, _, _ = _computed(asked, parts, How())
     exact, _, replayed = _computed(asked, parts, How(hooks=True, scale=1.0))
     if exact.worst is not None:
+        if _judge_output_hooks(asked, received, exact, result):
+            return
+        if _judge_stolen(asked, parts, exact, result):
+            return
         _refuse_difference(asked, parts, replayed, without)
     scaled, eightfold, _ = _computed(asked, parts, How(hooks=True))
     names = ", ".join(hooked[:3])
@@ -1183,6 +1236,79 @@ def _judge_backward(
     _blame("not-linear", SENTENCES["not-linear"].format(what=what), difference, result)
 
 
+def _judge_output_hooks(
+    asked: Asked, received: Sequence[Part], difference: Difference, result: Recomputed
+) -> bool:
+    """Judge hooks of the program's on outputs of a model, where these explain the difference.
+
+    What arrived there is known, and what the hooks have let pass.
+    """
+    hooked = [part for part in received if part.forward.has_hooked_output]
+    if not hooked or any(part.forward.passed.keys() != part.cotangents.keys() for part in hooked):
+        return False
+    passed = [
+        replace(part, cotangents=dict(part.forward.passed)) if part in hooked else part
+        for part in received
+    ]
+    if _computed(asked, passed, How(hooks=True, scale=1.0))[0].worst is not None:
+        return False
+    factors = list[float | None]()
+    for part in hooked:
+        passing = part.forward.passed
+        factors += [_factor_of(part.cotangents[index], passing[index]) for index in passing]
+    known = [one for one in factors if one is not None]
+    if len(known) == len(factors) and max(known) - min(known) > NEAR_TWICE * max(map(abs, known)):
+        numbers = f"{min(known):.3g} to {max(known):.3g}"
+        _blame("not-linear", SENTENCES["output hook"].format(numbers=numbers), difference, result)
+        return True
+    said = (
+        f"a hook on an output of the model changes the gradient by {difference.error:.2g} of its"
+        " size"
+    )
+    result.notes.append(finding("hook-factor", said))
+    return True
+
+
+def _factor_of(arrived: torch.Tensor, passed: torch.Tensor) -> float | None:
+    """Return the one factor by which a gradient was multiplied; None for anything else."""
+    one = _double(arrived).flatten()
+    other = _double(passed).flatten()
+    square = float((one * one).sum())
+    found = float((one * other).sum()) / square if square else 0.0
+    return found if norm(other - found * one) <= NEAR_TWICE * norm(other) else None
+
+
+NEAR_TWICE = 1e-3
+"""Relative difference up to which a `.grad` is twice what the last pass brings."""
+
+
+def _judge_stolen(
+    asked: Asked, parts: Sequence[Part], difference: Difference, result: Recomputed
+) -> bool:
+    """Judge gradients that lie in memory to which each backward writes.
+
+    Autograd takes a gradient that nobody else holds for `.grad`, without a copy. Where the same
+    memory is written to and returned once more, it is added to itself: `.grad` is twice what the
+    last pass brings, whatever the passes before have brought.
+    """
+    last = max(part.index for part in parts)
+    whole, _ = by_micro_batch(parts, How(hooks=True, scale=1.0))
+    own, _ = by_micro_batch([p for p in parts if p.index == last], How(hooks=True, scale=1.0))
+    if last == min(part.index for part in parts):
+        return False
+
+    def is_near(key: int, one: torch.Tensor) -> bool:
+        off = norm(add_gradients(asked.compared[key].to(one.dtype), -asked.factor * one))
+        return off <= NEAR_TWICE * abs(asked.factor) * norm(one)
+
+    keys = whole.gradients.keys() & own.gradients.keys() & asked.compared.keys()
+    others = [key for key in keys if not is_near(key, whole.gradients[key])]
+    if not others or not all(is_near(key, 2 * own.gradients[key]) for key in others):
+        return False
+    _blame("stolen-buffer", SENTENCES["stolen"], difference, result)
+    return True
+
+
 def _refuse_difference(
     asked: Asked, parts: Sequence[Part], replayed: Sequence[Replayed], found: Difference
 ) -> NoReturn:
@@ -1195,6 +1321,11 @@ def _refuse_difference(
         f"`.grad` differs from the gradient of the window that is computed again by"
         f" {found.error:.2g} of its size, {found.ratio:.3g} times what rounding explains"
     )
+    if any(part.forward.has_hooked_output for part in parts):
+        raise Unexplained(
+            f"{by}; the script has set a hook on an output of the model (`Tensor.register_hook`),"
+            " which may change the gradient that passes it: it was not computed again"
+        )
     _expect_reproducible(parts, replayed)
     twice = [by_micro_batch(parts, How(hooks=True, scale=1.0))[0] for _ in range(2)]
     between = compare(twice[0].gradients, twice[1], 1.0, lambda seed: twice[1])
@@ -1208,9 +1339,10 @@ def _refuse_difference(
             STATE, f"{by}: it was not computed from the state before the call", may_be_wrong=True
         )
     raise Unexplained(
-        f"{by}; the model gives the outputs that it gave, its inputs, parameters,"
-        " buffers and random numbers are those of the call, they were the same at the backward, and"
-        " hooks on modules do not explain it"
+        f"{by}; the model gives the outputs that it gave from the inputs, parameters, buffers and"
+        " random numbers of the call, its inputs and parameters were the same at the backward, and"
+        " hooks on modules do not explain it; hooks on tensors outside of the model, tensors that"
+        " hooks have packed, and gradients that share memory were not looked at"
     )
 
 

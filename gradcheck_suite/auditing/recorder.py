@@ -50,10 +50,12 @@ from gradcheck_suite.auditing.events import (
     StepRecord,
 )
 from gradcheck_suite.auditing.known_graphs import KnownGraphs, Made
+from gradcheck_suite.auditing.loss_values import rewritten_loss
 from gradcheck_suite.auditing.modes import Apart, is_of_rows
 from gradcheck_suite.auditing.parameter_points import ParameterPoints, Points
 from gradcheck_suite.auditing.places import NOWHERE, Place, here, living, loop_here, shown
 from gradcheck_suite.auditing.samples import Raw
+from gradcheck_suite.auditing.saved_values import Written, written_since
 from gradcheck_suite.auditing.terms import (
     MARK,
     Outside,
@@ -243,6 +245,7 @@ class Running:
         forwards: recorded calls of modules -> index of an output -> the gradient that arrived
             there.
         outside: what it passes outside of these, where its window is to be computed again.
+        written: what it reads that was written since the forward, in such a window.
     """
 
     record: PassRecord
@@ -251,6 +254,7 @@ class Running:
     tasks: list[int] = field(default_factory=list)
     forwards: dict[Any, dict[int, torch.Tensor]] = field(default_factory=dict)
     outside: Outside = field(default_factory=Outside)
+    written: Written | None = None
 
 
 GROUPING = "_group_tensors_by_device_and_dtype"
@@ -764,6 +768,10 @@ class Recorder:
         """
         if self._again():
             self._look_outside(running, roots)
+            if running.outer is None:
+                # of a graph that nothing is known of, nothing is said
+                with contextlib.suppress(Exception):
+                    running.written = _written(roots)
         place = running.record.place
         apart = self._is_apart()
         # what is computed inside of another pass, or on several ranks, is walked each time
@@ -1530,6 +1538,14 @@ class Recorder:
         step.overlaid = self._overlaid({self._keys[id(p)]: p for p in own})
         step.overlapping = self._overlaid(given)
         step.values = self._values(step.gradients) if _is_distributed() else {}
+
+
+def _written(roots: Sequence[Any]) -> Written | None:
+    """Return what a pass that begins reads and that was written since the forward."""
+    found = written_since(edge_of(root)[0] for root in roots)
+    if found is None and len(roots) == 1 and isinstance(roots[0], torch.Tensor):
+        found = rewritten_loss(roots[0])
+    return found
 
 
 def _may_be_average(one: Any) -> bool:

@@ -411,7 +411,7 @@ class Replay:
             then = (
                 np.concatenate([states[key].sample for key in keys]).reshape(-1, known)
                 if known
-                else 0 * now
+                else np.zeros_like(now)
             )
             both = min(length, known or length)
             yield keys, now[:, :both], then[:, :both]

@@ -32,6 +32,11 @@ def alike(one: Vector, other: Vector) -> tuple[Vector, Vector]:
     return one[:length], other[:length]
 
 
+# a gradient may be infinite, and what the program prints stays what it was
+_quiet = np.errstate(invalid="ignore", over="ignore")
+
+
+@_quiet
 def distance(one: Vector, other: Vector) -> float:
     """Return the largest difference of two samples relative to the size of the other, not finite
     where they are not.
@@ -55,6 +60,7 @@ def is_mostly(now: Vector, then: Vector) -> bool:
     return 2 * sum(a == b for a, b in pairs) > len(pairs)
 
 
+@_quiet
 def factor(now: Vector, then: Vector, tolerance: float) -> float | None:
     """Return f where `now` is f times `then`, else None.
 

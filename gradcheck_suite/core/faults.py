@@ -520,7 +520,6 @@ _ROWS = (
         " gradient",
         "return a new tensor (`buffer.clone()`) from that backward, or allocate `.grad` as zeros"
         " before the first backward and reset with `zero_`",
-        command="verify",
     ),
     _gradient(
         "wrong-backward",

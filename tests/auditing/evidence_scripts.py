@@ -1028,14 +1028,6 @@ UNEXPLAINED = {
         passes=2,
         steps=1,
     ),
-    # what the program writes to is no argument of a module, and no parameter
-    "unjudged_hidden_write": unjudged(
-        "differs from the gradient of the window that is computed again by",
-        "loss = model(torch.randn(5, 3)).square().mean()\nhidden[0].data.mul_(0)\nloss.backward()",
-        before="hidden = []\nclass Kept(torch.nn.Module):\n    def forward(self, x):\n"
-        "        y = x * 1\n        hidden[:] = [y]\n        return y\n",
-        model="torch.nn.Sequential(torch.nn.Linear(3, 4), Kept(), torch.nn.Linear(4, 1))",
-    ),
 }
 """Differences for which nothing that is measured is the cause."""
 NEXT_LOSS = """
@@ -1061,6 +1053,227 @@ AHEAD = {
     ),
     "sound_next_loss_after_the_step": Script(
         NEXT_LOSS.format(before="pass", after="loss = loss_of_next()"), "holds"
+    ),
+}
+BETWEEN_HEAD = """
+labels = torch.randint(0, 4, (5,)).numpy()
+targets = torch.from_numpy(labels)
+weights = torch.ones(5).numpy()
+of_items = torch.from_numpy(weights)
+frozen = torch.nn.Linear(4, 2).requires_grad_(False)
+loss_of = torch.nn.CrossEntropyLoss()
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 4)
+        self.register_buffer("table", torch.ones(4))
+    def forward(self, x):
+        return self.linear(x) * self.table
+hidden = []
+class Kept(torch.nn.Module):
+    def forward(self, x):
+        y = x * 1
+        hidden[:] = [y]
+        return y
+"""
+LINEAR = "torch.nn.Linear(3, 4)"
+TRAINED = "torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)"
+LABELS = "labels[:] = torch.randint(0, 4, (5,)).numpy()"
+BETWEEN_OF = {
+    "targets": (
+        "loss = F.cross_entropy(model(torch.randn(5, 3)), targets)",
+        LABELS,
+        LINEAR,
+        "changed-batch",
+    ),
+    "targets_of_a_module": (
+        "loss = loss_of(model(torch.randn(5, 3)), targets)",
+        LABELS,
+        LINEAR,
+        "changed-batch",
+    ),
+    "predictions": (
+        "found = model(torch.randn(5, 3))\nloss = F.mse_loss(found, torch.ones(5, 4))",
+        "found.data.mul_(5)",
+        LINEAR,
+        "changed-batch",
+    ),
+    "sample_weights": (
+        "loss = (of_items * (model(torch.randn(5, 3)) - 1).square()[:, 0]).mean()",
+        "weights *= 1.5",
+        LINEAR,
+        "changed-batch",
+    ),
+    "frozen_module_beside": (
+        "loss = (frozen(model(torch.randn(5, 3))) - 1).square().mean()",
+        "frozen.weight.data.mul_(0.5)",
+        LINEAR,
+        "stale-parameters",
+    ),
+    "frozen_module_inside": (
+        "loss = (model(torch.randn(5, 3)) - 1).square().mean()",
+        "model[1].weight.data.mul_(0.5)",
+        "torch.nn.Sequential(torch.nn.Linear(3, 4), frozen)",
+        "stale-parameters",
+    ),
+    "buffer": (
+        "loss = (model(torch.randn(5, 3)) - 1).square().mean()",
+        "model.table.data.copy_(torch.randn(4))",
+        "Scaled()",
+        "changed-batch",
+    ),
+    "hidden_values": (
+        "loss = model(torch.randn(5, 3)).square().mean()",
+        "hidden[0].data.mul_(0)",
+        "torch.nn.Sequential(torch.nn.Linear(3, 4), Kept(), torch.nn.Linear(4, 1))",
+        "changed-batch",
+    ),
+}
+"""Name -> what computes a loss, what writes to something of it, the model, and the fault where that
+is done before the backward."""
+BETWEEN = {
+    f"faulty_{name}_written_between": violated(
+        fault,
+        f"{loss}\n{write}\nloss.backward()",
+        model=model,
+        before=BETWEEN_HEAD,
+        optimizer=TRAINED,
+    )
+    for name, (loss, write, model, fault) in BETWEEN_OF.items()
+} | {
+    f"sound_{name}_written_after": holds(
+        f"{loss}\nloss.backward()\n{write}", model=model, before=BETWEEN_HEAD, optimizer=TRAINED
+    )
+    for name, (loss, write, model, _) in BETWEEN_OF.items()
+}
+AGAIN_HEAD = """
+from torch.utils.checkpoint import checkpoint
+class Noisy(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+    def forward(self, x):
+        noise = numpy.random.normal(1, 0.5, (1, 4)).astype("float32")
+        return (self.linear(x) * torch.from_numpy(noise)).tanh()
+class Plain(Noisy):
+    def again(self, x):
+        return Noisy.forward(self, x)
+    def forward(self, x):
+        return {call}
+norm = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+last = torch.nn.Linear(4, 2)
+"""
+TWO = "torch.nn.Sequential(torch.nn.Linear(3, 4), {last})"
+LOSS = "(model(torch.randn(5, 3)) - 1).square().mean().backward()"
+DRAWING = """
+out = checkpoint(lambda h: last(F.dropout(h, 0.4)), model(torch.randn(5, 3)), use_reentrant=False{})
+(out - 1).square().mean().backward()
+"""
+MODES = """
+model.train(), norm.train()
+loss = (checkpoint(norm, model(torch.randn(6, 3)), use_reentrant=True) - 1).abs().mean()
+{}
+loss.backward()
+"""
+BOTH = "torch.optim.SGD([*model.parameters(), *norm.parameters(), *last.parameters()], lr=0.1)"
+AGAIN = {
+    "faulty_checkpoint_of_a_method_with_numpy": violated(
+        "wrong-backward",
+        LOSS,
+        before=AGAIN_HEAD.replace("{call}", "checkpoint(self.again, x, use_reentrant=False)"),
+        model=TWO.format(last="Plain()"),
+    ),
+    "faulty_reentrant_checkpoint_with_numpy": violated(
+        "wrong-backward",
+        "out = model[1](checkpoint(noisy, model[0](torch.randn(5, 3)), use_reentrant=True))\n"
+        "(out - 1).square().mean().backward()",
+        before=AGAIN_HEAD.replace("{call}", "self.again(x)") + "noisy = Noisy()\n",
+        model=TWO.format(last="torch.nn.Linear(4, 1)"),
+    ),
+    "sound_numpy_without_checkpoint": holds(
+        LOSS,
+        before=AGAIN_HEAD.replace("{call}", "self.again(x)"),
+        model=TWO.format(last="Plain()"),
+    ),
+    "faulty_checkpoint_of_a_function": violated(
+        "wrong-backward",
+        DRAWING.format(", preserve_rng_state=False"),
+        before=AGAIN_HEAD.replace("{call}", "self.again(x)"),
+        model="torch.nn.Linear(3, 4)",
+        optimizer=BOTH,
+    ),
+    "sound_checkpoint_of_a_function": holds(
+        DRAWING.format(""),
+        before=AGAIN_HEAD.replace("{call}", "self.again(x)"),
+        model="torch.nn.Linear(3, 4)",
+        optimizer=BOTH,
+    ),
+    "faulty_mode_of_a_checkpoint": violated(
+        "wrong-backward",
+        MODES.format("norm.eval()"),
+        before=AGAIN_HEAD.replace("{call}", "self.again(x)"),
+        model="torch.nn.Linear(3, 4)",
+        optimizer=BOTH,
+    ),
+    "sound_mode_of_a_checkpoint": holds(
+        MODES.format("norm.train()"),
+        before=AGAIN_HEAD.replace("{call}", "self.again(x)"),
+        model="torch.nn.Linear(3, 4)",
+        optimizer=BOTH,
+    ),
+}
+STOLEN_HEAD = """
+work = torch.empty(4)
+class Gain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        work.copy_((g * x).sum(0))
+        return g * w, {returned}
+class Gained(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.ones(4))
+    def forward(self, x):
+        return Gain.apply(x, self.w)
+"""
+STOLEN = {
+    "faulty_stolen_view": violated(
+        "stolen-buffer",
+        "((model(torch.randn(5, 3)) - 1).square().mean() / 3).backward()",
+        before=STOLEN_HEAD.replace("{returned}", "work[:]"),
+        model="torch.nn.Sequential(torch.nn.Linear(3, 4), Gained())",
+        passes=3,
+    ),
+    "sound_view_cloned": holds(
+        "((model(torch.randn(5, 3)) - 1).square().mean() / 3).backward()",
+        before=STOLEN_HEAD.replace("{returned}", "work.clone()"),
+        model="torch.nn.Sequential(torch.nn.Linear(3, 4), Gained())",
+        passes=3,
+    ),
+}
+ON_OUTPUT = """
+out = model(torch.randn(5, 3))
+out.register_hook(lambda g: {})
+((out - 1).square().mean() / 2).backward()
+"""
+OUTPUT_HOOKS = {
+    "faulty_hook_normalises_the_output": violated(
+        "not-linear", ON_OUTPUT.format("g / g.norm()"), passes=2
+    ),
+    "sound_hook_doubles_the_output": holds(ON_OUTPUT.format("2 * g"), passes=2),
+    "sound_hook_watches_the_output": holds(ON_OUTPUT.format("None"), passes=2),
+}
+DIVERGING = {
+    "sound_diverging": holds(
+        "(model(torch.randn(6, 3)) - 1).pow(4).mean().backward()",
+        model="torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Linear(8, 1))",
+        optimizer="torch.optim.SGD(model.parameters(), lr=1e18)",
+        steps=12,
     ),
 }
 COUNTS = """
@@ -1168,6 +1381,11 @@ EVIDENCE = {
     **UNUSUAL,
     **UNEXPLAINED,
     **AHEAD,
+    **BETWEEN,
+    **AGAIN,
+    **DIVERGING,
+    **STOLEN,
+    **OUTPUT_HOOKS,
     **RUNNING,
     **SKIPPED,
     **RESULTS,

@@ -50,7 +50,8 @@ def test_a_sound_script_holds_and_trains_as_it_does_without_an_audit(name, writt
     assert result.verdict == "holds", result
     if name == OF_THE_SYSTEM:
         return
-    assert all(map(torch.equal, without, _parameters(names)))
+    for then, now in zip(without, _parameters(names), strict=True):
+        torch.testing.assert_close(now, then, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -72,3 +73,37 @@ def test_it_is_said_how_many_parameters_were_compared(written):
     result, _ = audited(written("sound_penalty_outside"))
     assert result.again == {"micro-batch by micro-batch, 3 of 4 parameters": 3}, result
     assert audited(written("sound_loss_module"))[0].again == {"micro-batch by micro-batch": 3}
+
+
+HOOKED = """
+import torch
+torch.manual_seed(0)
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(4, 8), torch.nn.Linear(8, 1)
+    def forward(self, x):
+        h = self.a(x)
+        h.register_hook(lambda g: {returned})
+        return self.b(h.tanh())
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(4):
+    (net(torch.randn(6, 4)) - 1).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("returned", ["2 * g", "None"])
+def test_a_hook_that_a_forward_sets_on_a_tensor_is_told_where_it_changes_the_gradient(
+    returned, tmp_path
+):
+    path = tmp_path / "hooked.py"
+    path.write_text(HOOKED.format(returned=returned))
+    result, _ = audited(path)
+    said = [one.sentence for one in result.named_findings if one.name == "hook-factor"]
+    assert result.verdict == "holds", result
+    assert [one.endswith("what is below it") and "hooked.py:10" in one for one in said] == [
+        True
+    ] * (returned != "None"), result

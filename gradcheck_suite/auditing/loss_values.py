@@ -1,0 +1,336 @@
+"""The value of a loss, computed once more from what its own graph has saved.
+
+At the beginning of a backward the loss has the value that its forward gave it. What its nodes have
+saved, such as predictions and targets, is what the backward reads. Where the loss that follows from
+the latter has another value, something of it was written in between, also by ways of which torch
+does not know (numpy, `.data`).
+
+A row of the table says how one node computes its output; from the first node on that has no row, or
+whose inputs are not known, nothing is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from gradcheck_suite.auditing.saved_values import Written, saved_tensors
+from gradcheck_suite.auditing.terms import is_leaf, kind
+from gradcheck_suite.core.comparison import UNIT_ROUNDOFF
+
+MOST_ELEMENTS = 1 << 22
+"""Elements of a tensor above which nothing is computed from it, but by a loss that is one kernel."""
+DEEPEST = 100
+"""Nodes from the loss on that are gone down."""
+ROUNDINGS = 2.0**10
+"""Unit roundoffs, relative to the sum of the sizes of what is added up, by which a value may differ."""
+
+NO_EDGE: tuple[Any, int] = (None, 0)
+Inputs = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Row:
+    """How a node computes its output.
+
+    Attributes:
+        inputs: the names of its inputs, in the order of its edges; empty where it saves none.
+        compute: the output, from the node and the inputs.
+        adds: whether it adds up what may cancel: then its size is that of the absolute values.
+        is_kernel: whether it needs no memory of the size of its inputs.
+    """
+
+    inputs: tuple[str, ...]
+    compute: Callable[[Any, Inputs], torch.Tensor]
+    adds: bool = False
+    is_kernel: bool = False
+
+
+@dataclass(frozen=True)
+class Known:
+    """The value of an output of a node.
+
+    Attributes:
+        value: of each element.
+        size: the sum of the absolute values that were added up in it.
+    """
+
+    value: torch.Tensor
+    size: torch.Tensor
+
+
+def _optional(node: Any, name: str) -> torch.Tensor | None:
+    found = saved_tensors(node, name)
+    return found[0] if found else None
+
+
+def _reduction(node: Any) -> str:
+    return ("none", "mean", "sum")[node._saved_reduction]
+
+
+def _signed(number: int) -> int:
+    # a node tells negative numbers modulo 2^64 (torch/csrc/autograd/generated, no issue known)
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+def _nll(node: Any, x: Inputs) -> torch.Tensor:
+    return functional.nll_loss(
+        x[0],
+        x[1],
+        _optional(node, "weight"),
+        ignore_index=_signed(node._saved_ignore_index),
+        reduction=_reduction(node),
+    )
+
+
+def _with_logits(node: Any, x: Inputs) -> torch.Tensor:
+    return functional.binary_cross_entropy_with_logits(
+        x[0],
+        x[1],
+        _optional(node, "weight"),
+        pos_weight=_optional(node, "pos_weight"),
+        reduction=_reduction(node),
+    )
+
+
+def _cross_entropy_of_probabilities(node: Any, x: Inputs) -> torch.Tensor:
+    return functional.binary_cross_entropy(
+        x[0], x[1], _optional(node, "weight"), reduction=_reduction(node)
+    )
+
+
+def _in_own_shape(node: Any, x: Inputs) -> torch.Tensor:
+    shape = tuple(node._input_metadata[0].shape)
+    return x[0].expand(shape) if x[0].numel() != torch.Size(shape).numel() else x[0].reshape(shape)
+
+
+def _reduced(of: Callable[..., torch.Tensor]) -> Callable[[Any, Inputs], torch.Tensor]:
+    def compute(node: Any, x: Inputs) -> torch.Tensor:
+        dims = getattr(node, "_saved_dim", None)
+        if dims is None:
+            return of(x[0])
+        return of(x[0], tuple(map(_signed, dims)), keepdim=node._saved_keepdim)
+
+    return compute
+
+
+PAIR = ("self", "target")
+BOTH = ("self", "other")
+ONE = ("self",)
+UNSAVED = ("",)
+ROWS: Mapping[str, Row] = {
+    # losses
+    "NllLoss": Row(PAIR, _nll, is_kernel=True),
+    "NllLoss2D": Row(PAIR, _nll, is_kernel=True),
+    "MseLoss": Row(PAIR, lambda n, x: functional.mse_loss(x[0], x[1], reduction=_reduction(n))),
+    "SmoothL1Loss": Row(
+        PAIR,
+        lambda n, x: functional.smooth_l1_loss(
+            x[0], x[1], reduction=_reduction(n), beta=n._saved_beta
+        ),
+    ),
+    "HuberLoss": Row(
+        PAIR,
+        lambda n, x: functional.huber_loss(
+            x[0], x[1], reduction=_reduction(n), delta=n._saved_delta
+        ),
+    ),
+    "SoftMarginLoss": Row(
+        PAIR, lambda n, x: functional.soft_margin_loss(x[0], x[1], reduction=_reduction(n))
+    ),
+    "BinaryCrossEntropy": Row(PAIR, _cross_entropy_of_probabilities),
+    "BinaryCrossEntropyWithLogits": Row(PAIR, _with_logits),
+    # element by element
+    "Clamp": Row(ONE, lambda n, x: x[0].clamp(n._saved_min, n._saved_max)),
+    "ClampMax": Row(ONE, lambda n, x: x[0].clamp(max=n._saved_max)),
+    "ClampMin": Row(ONE, lambda n, x: x[0].clamp(min=n._saved_min)),
+    "Abs": Row(ONE, lambda n, x: x[0].abs()),
+    "Log": Row(ONE, lambda n, x: x[0].log()),
+    "Log1P": Row(ONE, lambda n, x: x[0].log1p()),
+    "LogSigmoid": Row(ONE, lambda n, x: functional.logsigmoid(x[0])),
+    "Pow": Row(ONE, lambda n, x: x[0].pow(n._saved_exponent)),
+    "Softplus": Row(
+        ONE, lambda n, x: functional.softplus(x[0], float(n._saved_beta), float(n._saved_threshold))
+    ),
+    "Logsumexp": Row(
+        ONE,
+        lambda n, x: x[0].logsumexp(tuple(map(_signed, n._saved_dim)), keepdim=n._saved_keepdim),
+    ),
+    "LinalgVectorNorm": Row(
+        ONE,
+        lambda n, x: torch.linalg.vector_norm(
+            x[0], n._saved_ord, n._saved_dim, keepdim=n._saved_keepdim
+        ),
+    ),
+    "Maximum": Row(BOTH, lambda n, x: torch.maximum(x[0], x[1])),
+    "Minimum": Row(BOTH, lambda n, x: torch.minimum(x[0], x[1])),
+    # arithmetic
+    "Mul": Row(BOTH, lambda n, x: x[0] * x[1]),
+    "Div": Row(BOTH, lambda n, x: x[0] / x[1]),
+    "Add": Row(("", ""), lambda n, x: x[0] + n._saved_alpha * x[1], adds=True),
+    "Sub": Row(("", ""), lambda n, x: x[0] - n._saved_alpha * x[1], adds=True),
+    "Neg": Row(UNSAVED, lambda n, x: -x[0]),
+    "Mean": Row(UNSAVED, _reduced(torch.mean), adds=True),
+    "Sum": Row(UNSAVED, _reduced(torch.sum), adds=True),
+    "Dot": Row(("self", "tensor"), lambda n, x: x[0].dot(x[1]), adds=True),
+    "Mm": Row(("self", "mat2"), lambda n, x: x[0] @ x[1], adds=True),
+    "Mv": Row(("self", "vec"), lambda n, x: x[0] @ x[1], adds=True),
+    # elements in other places
+    **dict.fromkeys(
+        [
+            "Alias",
+            "Clone",
+            "Contiguous",
+            "Expand",
+            "Reshape",
+            "Squeeze",
+            "ToCopy",
+            "UnsafeView",
+            "Unsqueeze",
+            "View",
+        ],
+        Row(UNSAVED, _in_own_shape),
+    ),
+    "Diagonal": Row(
+        UNSAVED,
+        lambda n, x: x[0].diagonal(
+            _signed(n._saved_offset), _signed(n._saved_dim1), _signed(n._saved_dim2)
+        ),
+    ),
+    "Gather": Row(
+        UNSAVED, lambda n, x: x[0].gather(_signed(n._saved_dim), saved_tensors(n, "index")[0])
+    ),
+    "IndexSelect": Row(
+        UNSAVED, lambda n, x: x[0].index_select(_signed(n._saved_dim), saved_tensors(n, "index")[0])
+    ),
+    "MaskedSelect": Row(UNSAVED, lambda n, x: x[0].masked_select(saved_tensors(n, "mask")[0])),
+    "Permute": Row(UNSAVED, lambda n, x: x[0].permute(tuple(map(_signed, n._saved_dims)))),
+    "Select": Row(
+        UNSAVED, lambda n, x: x[0].select(_signed(n._saved_dim), _signed(n._saved_index))
+    ),
+    "T": Row(UNSAVED, lambda n, x: x[0].t()),
+    "Transpose": Row(
+        UNSAVED, lambda n, x: x[0].transpose(_signed(n._saved_dim0), _signed(n._saved_dim1))
+    ),
+}
+"""Name of a node -> how it computes its output."""
+RESULTS = frozenset(
+    ["Exp", "LogSoftmax", "Relu", "Rsqrt", "Sigmoid", "Softmax", "Sqrt", "Tanh", "Reciprocal"]
+)
+"""Nodes that have saved what they give."""
+
+
+@dataclass
+class _Values:
+    """The values of the nodes below a loss.
+
+    Attributes:
+        known: of each edge that was asked for.
+        kinds: the nodes that have saved something that has a part in it.
+        of_parameters: whether a parameter has.
+        coarsest: the largest unit roundoff on the way.
+    """
+
+    known: dict[tuple[Any, int], Known | None] = field(default_factory=dict)
+    kinds: dict[str, None] = field(default_factory=dict)
+    of_parameters: bool = False
+    coarsest: float = 0.0
+
+    def of(self, node: Any, index: int, depth: int = 0) -> Known | None:
+        """Return the value of an output of a node; None where it is not known."""
+        if node is None or index or depth > DEEPEST:
+            return None
+        if (node, index) not in self.known:
+            self.known[node, index] = None
+            with_value = self._computed(node, depth)
+            if with_value is not None:
+                unit = UNIT_ROUNDOFF.get(str(with_value.value.dtype).removeprefix("torch."), 0.0)
+                self.coarsest = max(self.coarsest, unit)
+            self.known[node, index] = with_value
+        return self.known[node, index]
+
+    def _computed(self, node: Any, depth: int) -> Known | None:
+        name = kind(node)
+        if is_leaf(node):
+            return None
+        if name in RESULTS:
+            return self._saved(node, "result")
+        row = ROWS.get(name)
+        if row is None:
+            return None
+        inputs = list[Known]()
+        # what has no gradient, as targets that are indices, may have no edge
+        edges = [*node.next_functions, *[NO_EDGE] * len(row.inputs)]
+        for one, (below, index) in zip(row.inputs, edges, strict=False):
+            found = self._saved(node, one) if one else None
+            if found is None:
+                found = self.of(below, index, depth + 1)
+            elif below is not None and is_leaf(below):
+                self.of_parameters = True
+            if found is None:
+                return None
+            inputs.append(found)
+        return self._of_inputs(node, row, inputs)
+
+    def _of_inputs(self, node: Any, row: Row, inputs: Sequence[Known]) -> Known | None:
+        if not row.is_kernel and any(one.value.numel() > MOST_ELEMENTS for one in inputs):
+            return None
+        value = row.compute(node, [one.value for one in inputs])
+        made = node._input_metadata[0]
+        if tuple(value.shape) != tuple(made.shape) or value.is_complex():
+            return None
+        value = value.to(made.dtype)
+        if not row.adds:
+            return Known(value, value.abs())
+        sizes = [one.size for one in inputs]
+        # a difference has the size of a sum
+        whole = sizes[0] + sizes[1] if kind(node) in ("Add", "Sub") else row.compute(node, sizes)
+        return Known(value, whole)
+
+    def _saved(self, node: Any, name: str) -> Known | None:
+        found = _optional(node, name)
+        number = getattr(node, f"_saved_{name}", None) if found is None else None
+        if isinstance(number, int | float):
+            one = torch.tensor(number, dtype=torch.float64)
+            return Known(one, one.abs())
+        if found is None or found.layout != torch.strided or found.is_complex():
+            return None
+        self.kinds[kind(node)] = None
+        found = found.detach()
+        is_signed = found.dtype.is_signed and found.numel() <= MOST_ELEMENTS
+        return Known(found, found.abs() if is_signed else found)
+
+
+def rewritten_loss(loss: torch.Tensor) -> Written | None:
+    """Return what a loss says that goes backward: that what its nodes have saved gives another one.
+
+    Waits for a device where it lies on one.
+
+    Args:
+        loss: one number.
+    """
+    if loss.numel() != 1 or not loss.is_floating_point() or loss.grad_fn is None:
+        return None
+    values = _Values()
+    with torch.no_grad(), torch.autocast(loss.device.type, enabled=False):
+        found = values.of(loss.grad_fn, loss.output_nr)
+        if found is None or not values.kinds:
+            return None
+        then, now, size = (
+            float(one) for one in (loss.detach(), found.value.detach(), found.size.detach())
+        )
+    allowed = ROUNDINGS * values.coarsest * max(size, abs(then), abs(now))
+    # a comparison with what is not finite tells nothing
+    if not abs(now - then) > allowed or not allowed < float("inf"):
+        return None
+    names = ", ".join(values.kinds)
+    said = (
+        f"the loss is {then:.6g}, and what its own graph ({names}) has saved for the backward gives"
+        f" {now:.6g}: some of that was written after the loss was computed, as through numpy or"
+        " `.data`"
+    )
+    return Written("stale-parameters" if values.of_parameters else "changed-batch", said)

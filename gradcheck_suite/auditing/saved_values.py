@@ -1,0 +1,222 @@
+"""Whether what a backward reads is what the forward has saved for it.
+
+A node keeps references to tensors, and torch knows of those writes alone that go through it: memory
+that numpy shares, or `.data`, is written without a trace. Two things tell nevertheless:
+
+- When a call of an outermost module returns, what the nodes of its graph have saved gets a
+  fingerprint, which is compared when the backward begins. Parameters, buffers, targets of a module
+  that is a loss, and what is computed inside are all the same to it.
+- What is computed outside of modules is seen at the beginning of its backward only. Then the value
+  of the loss is known, and `loss_values` computes it once more from what the nodes have saved.
+
+Nothing is hooked, and no tensor is unpacked that hooks of the program have packed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+from gradcheck_suite.auditing.samples import Fingerprint, Together, fingerprint, is_plain, is_same
+from gradcheck_suite.auditing.terms import MARK, is_leaf, kind
+
+NOTE = f"{MARK} saved"
+"""Where the node of an output of a module keeps the fingerprints of what the call has saved."""
+MOST_NODES = 20_000
+"""Nodes of one call that are looked at."""
+MOST_BYTES = 1 << 22
+"""Size of a tensor above which a few elements tell, and no checksum of all."""
+RAW = "_raw_saved_"
+
+
+@dataclass(frozen=True)
+class Written:
+    """Something that a backward reads and that was written since the forward.
+
+    Attributes:
+        name: of the fault.
+        sentence: what was written.
+    """
+
+    name: str
+    sentence: str
+
+
+@dataclass(eq=False)
+class Noted:
+    """What a call of a module has saved for its backward.
+
+    Attributes:
+        module: a reference to the module.
+        below: the nodes of its inputs, where its graph ends.
+        inputs: the memory of its inputs, where these are compared elsewhere.
+        marks: a fingerprint of each saved tensor, in the order of the walk.
+        is_checked: whether a backward has begun already, which may write to what it reads.
+    """
+
+    module: weakref.ref[torch.nn.Module]
+    below: Sequence[Any]
+    inputs: frozenset[int]
+    marks: list[Fingerprint] = field(default_factory=list)
+    is_checked: bool = False
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A tensor that a node has saved."""
+
+    node: Any
+    tensor: torch.Tensor
+
+
+@cache
+def _names_of(kind_of_node: type) -> tuple[str, ...]:
+    """Return the names under which nodes of a class save tensors."""
+    return tuple(name.removeprefix(RAW) for name in dir(kind_of_node) if name.startswith(RAW))
+
+
+def saved_tensors(node: Any, name: str) -> tuple[torch.Tensor, ...]:
+    """Return what a node has saved under a name; nothing where it is packed, or was changed in
+    place.
+    """
+    raw = getattr(node, RAW + name, None)
+    each = raw if isinstance(raw, tuple | list) else (raw,)
+    # releases of torch that do not tell of hooks are not asked
+    if any(getattr(one, "unpack_hook", one) is not None for one in each if one is not None):
+        return ()
+    try:
+        found = node.saved_tensors if name == "tensors" else getattr(node, f"_saved_{name}")
+    except (AttributeError, RuntimeError):
+        return ()
+    several = found if isinstance(found, tuple | list) else (found,)
+    return tuple(one for one in several if isinstance(one, torch.Tensor))
+
+
+def _is_read(node: Any, name: str) -> bool:
+    """Return whether the backward of a node reads what it has saved under a name."""
+    if isinstance(node, BackwardCFunction):
+        return not vars(type(node))["_forward_cls"].__module__.startswith("torch.")
+    # a batch norm that trains reads the statistics of its batch
+    return not (name.startswith("running_") and getattr(node, "_saved_training", False))
+
+
+def _saved_by_call(output: Any, below: Sequence[Any]) -> Iterator[Saved]:
+    """Yield what the nodes of a call have saved, always in the same order."""
+    stack = [output]
+    ends = set(below)
+    seen = set[Any]()
+    while stack and len(seen) < MOST_NODES:
+        node = stack.pop()
+        if node is None or node in seen or is_leaf(node):
+            continue
+        if node in ends or (node is not output and NOTE in node.metadata):
+            continue
+        seen.add(node)
+        of_node: Any = type(node)
+        for name in _names_of(of_node):
+            if _is_read(node, name):
+                for tensor in saved_tensors(node, name):
+                    yield Saved(node, tensor)
+        stack += [one for one, _ in node.next_functions]
+
+
+def _marks(tensors: Sequence[torch.Tensor]) -> list[Fingerprint]:
+    """Return a fingerprint of each tensor; those on a device are read by one kernel."""
+    whole = {
+        i
+        for i, tensor in enumerate(tensors)
+        if is_plain(tensor) and tensor.numel() * tensor.element_size() <= MOST_BYTES
+    }
+    some = [tensor for i, tensor in enumerate(tensors) if i not in whole]
+    sampled = iter(Together().taken(some, whole=False)[0] if some else ())
+    return [fingerprint(t) if i in whole else next(sampled) for i, t in enumerate(tensors)]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def note_call(
+    module: torch.nn.Module, inputs: Iterable[Any], outputs: Iterable[torch.Tensor]
+) -> None:
+    """Note what a call of a module has saved, when it returns."""
+    tensors = [one for one in inputs if isinstance(one, torch.Tensor)]
+    below = [
+        torch.autograd.graph.get_gradient_edge(one).node for one in tensors if one.requires_grad
+    ]
+    # those of a call that is recorded are compared with what they were
+    is_recorded = any(p.requires_grad for p in module.parameters())
+    known = frozenset(_memory(one) for one in tensors if is_recorded and is_plain(one))
+    nodes: list[Any] = [one.grad_fn for one in outputs if one.grad_fn is not None]
+    noted = {
+        node: Noted(weakref.ref(module), below, known)
+        for node in nodes
+        if node not in below and NOTE not in node.metadata
+    }
+    for node, one in noted.items():
+        node.metadata[NOTE] = one
+    for node, one in noted.items():
+        one.marks = _marks([saved.tensor for saved in _saved_by_call(node, below)])
+
+
+def written_since(roots: Iterable[Any]) -> Written | None:
+    """Return what was written since it was saved, of all that is below some nodes; None for nothing.
+
+    Waits for a device where tensors lie on one.
+    """
+    stack = [node for node in roots if node is not None]
+    seen = set[Any]()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if is_leaf(node):
+            continue
+        noted = node.metadata.get(NOTE)
+        if noted is not None and not noted.is_checked:
+            noted.is_checked = True
+            if (found := _changed(node, noted)) is not None:
+                return found
+        stack += [one for one, _ in node.next_functions]
+    return None
+
+
+def _changed(output: Any, noted: Noted) -> Written | None:
+    """Return what a call has saved and that has other values now."""
+    saved = [*_saved_by_call(output, noted.below)]
+    if len(saved) != len(noted.marks):
+        return None  # something is packed, freed or known to be changed now
+    now = _marks([one.tensor for one in saved])
+    for one, before, after in zip(saved, noted.marks, now, strict=True):
+        if not is_same(before, after) and (found := _named(one, noted)) is not None:
+            return found
+    return None
+
+
+def _named(saved: Saved, noted: Noted) -> Written | None:
+    """Say what a tensor is that was written; None where another instrument compares it."""
+    module = noted.module()
+    if module is None:
+        return None
+    where = _memory(saved.tensor)
+    of = type(module).__name__
+    reads = f"between a call of {of} and its backward, which reads it ({kind(saved.node)})"
+    for name, parameter in module.named_parameters():
+        if _memory(parameter) == where:
+            said = f"parameter {name} was written {reads}"
+            return None if parameter.requires_grad else Written("stale-parameters", said)
+    for name, buffer in module.named_buffers():
+        if _memory(buffer) == where:
+            return Written("changed-batch", f"buffer {name} was written {reads}")
+    if where in noted.inputs:
+        return None
+    return Written(
+        "changed-batch", f"a tensor that {of} was given or has computed was written {reads}"
+    )
