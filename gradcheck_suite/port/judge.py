@@ -519,6 +519,11 @@ class Judge:
             if hypothesis.changes.keys() & self.repairs.changes.keys()
             else ""
         )
+        # calls of one line, of which others could not be explained, have one fault
+        same = self._unknown_at(call.where or None, jax_at or None)
+        if same is not None:
+            self._repair(hypothesis, same)
+            return
         kind: Kind = "load" if hypothesis.kind == "load" else "forward"
         finding = self._add(
             kind,
@@ -531,6 +536,18 @@ class Judge:
             **numbers,
         )
         self._repair(hypothesis, finding)
+
+    def _unknown_at(self, torch: str | None, jax: str | None) -> PortFinding | None:
+        """Return the finding without a cause at a line of both sides, if there is one."""
+        found = (repair.finding for repair in self._repaired)
+        return next(
+            (
+                one
+                for one in found
+                if one.cause == "unknown" and torch and (one.torch, one.jax) == (torch, jax)
+            ),
+            None,
+        )
 
     def _unknown(
         self,

@@ -207,9 +207,11 @@ def test_an_instrument_that_failed_on_another_rank_judges_nothing(monkeypatch):
     def numbers(reader):
         if os.environ["RANK"] == "1":
             raise OSError("torn")
-        return [found.numbers() for found in reader.found]
+        for found in reader.found:
+            found.measure()
+        return reader.found
 
-    monkeypatch.setattr(Reader, "terms", numbers)
+    monkeypatch.setattr(Reader, "measured", numbers)
     result = _of_two_ranks(monkeypatch)
     assert result.unjudged.endswith(", on rank 1)"), result
 
