@@ -876,7 +876,6 @@ def _judge_checkpoints(asked: Asked, parts: Sequence[Part], result: Recomputed) 
         _blame("wrong-backward", SENTENCES["other again"], opened, result)
 
 
-<<<<<<< HEAD
 def _judge_draws(
     asked: Asked,
     parts: Sequence[Part],
@@ -900,8 +899,6 @@ def _judge_draws(
         _judge_checkpoints(asked, parts, result)
 
 
-=======
->>>>>>> between
 def _is_that_of_one_batch(asked: Asked, parts: Sequence[Part], result: Recomputed) -> bool:
     """Compute all calls in one batch, and return whether that says all there is to be said."""
     whole = in_one_batch(parts)
@@ -937,32 +934,6 @@ def _judge_modes(
         _blame("wrong-mode", SENTENCES["wrong-mode"].format(numbers=numbers), difference, result)
 
 
-<<<<<<< HEAD
-=======
-def _judge_draws(
-    asked: Asked,
-    parts: Sequence[Part],
-    replayed: Sequence[Replayed],
-    difference: Difference,
-    result: Recomputed,
-) -> None:
-    """Judge what a checkpoint draws, or computes, again inside of the backward."""
-    own = [found for found in replayed if not found.functions]  # those draw on purpose
-    if any(found.random and found.redrawn for found in own):
-        _blame("wrong-backward", SENTENCES["redrawn"], difference, result)
-        return
-    modules = [found.redrawn_of_python for found in own if found.redrawn_of_python]
-    if modules:
-        # what is called again may draw nothing
-        as_drawn, _, _ = _computed(asked, parts, How(as_drawn=True))
-        if as_drawn.worst is not None:
-            sentence = SENTENCES["redrawn of python"].format(module=modules[0])
-            _blame("wrong-backward", sentence, as_drawn, result)
-    if result.name is None and any(found.checkpoints.number for found in replayed):
-        _judge_checkpoints(asked, parts, result)
-
-
->>>>>>> between
 def _holds_in_turn(asked: Asked, turn: Turn, received: Sequence[Part], result: Recomputed) -> bool:
     """Compute one pass again, and return whether all is as it was.
 

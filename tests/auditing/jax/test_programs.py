@@ -22,6 +22,7 @@ def audited(folder, name, text, **options):
     path.write_text(PROLOGUE + text)
     printed = io.StringIO()
     with (
+        jax.enable_x64(False),  # another test of the session may have switched it on
         gradcheck_suite.audit(name=name, quiet=True, **options) as audit,
         contextlib.redirect_stdout(printed),
     ):
