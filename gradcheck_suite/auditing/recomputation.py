@@ -361,7 +361,10 @@ def in_one_batch(parts: Sequence[Part]) -> Total | None:
         found = replay(parts[0].forward, concatenated.arguments, concatenated.cotangents, How())
     except Exception:
         return None  # the model takes no batch of this size
-    if found.random or not _same_outputs(parts, found, concatenated.rows):
+    # whether hooks on tensors and checkpoints change the gradient is asked of the calls as they were
+    if found.random or found.hooked or found.checkpoints.number:
+        return None
+    if not _same_outputs(parts, found, concatenated.rows):
         return None
     total = Total()
     total.add(found, 1.0)
