@@ -204,12 +204,12 @@ class Counts:
 LIMITS: dict[str, float] = {
     **GOALS,
     # what the audit measures of evidence, custom functions and JAX scripts came to 34,000 more
-    TOKENS: 502_000,
+    TOKENS: 510_500,
     TOKENS_A_LINE: 9.2,
     COMMENTS: 3.0,
-    OVER_25: 1,
+    OVER_25: 0,
     OVER_15: 12.5,
-    LARGE_CLASSES: 10,
+    LARGE_CLASSES: 9,
     NESTED: 103,
     WALRUS: 12,
     UNRELATED: 13,
