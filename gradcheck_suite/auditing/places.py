@@ -224,6 +224,16 @@ def is_given_up(line: str) -> bool:
     return _is_followed_by(line, _LEAVES)
 
 
+def is_conditional(line: str) -> bool:
+    """Return whether the statement at `file:line` stands in a condition itself: not in a loop in one,
+    as all of a program under `if __name__ == "__main__":` does.
+    """
+    file, _, number = line.rpartition(":")
+    suites = (suite for node in ast.walk(_tree(file)) for suite in _conditional(node))
+    statements = (one for suite in suites for one in suite if not hasattr(one, "body"))
+    return any(one.lineno <= int(number) <= (one.end_lineno or 0) for one in statements)
+
+
 def is_skipped(line: str) -> bool:
     """Return whether the statement at `file:line` is followed, under the same condition, by one that
     goes on with the next round of the loop.

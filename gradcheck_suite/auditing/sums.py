@@ -25,6 +25,7 @@ from gradcheck_suite.auditing.evidence import (
 )
 from gradcheck_suite.auditing.places import (
     is_clipping,
+    is_conditional,
     is_edit,
     is_given_up,
     is_reset,
@@ -491,9 +492,21 @@ def _is_begun_anew(e: E) -> Found:
     """
     if not e.lost or len(e.kept) < 2 or not _comes_first(e):
         return None
-    if len(e.kept) != e.history.typical_k and not _is_whole_mean_after_leaving(e):
+    if not _is_whole_after_condition(e) and not _is_whole_mean_after_leaving(e):
         return None
     return Sighting({"reset": _resets(e, e.lost) or ""}, where=_at_step(e))
+
+
+def _is_whole_after_condition(e: E) -> bool:
+    """Return whether the reset came under a condition, and as many passes follow it as in windows in
+    which nothing is missing.
+
+    One that comes each time is that of an epoch, whose rest is lost.
+    """
+    change = _resets(e, e.lost)
+    if change is None or change.line is None or not is_conditional(change.line):
+        return False
+    return len(e.kept) == e.history.typical_k
 
 
 def _is_whole_mean_after_leaving(e: E) -> bool:

@@ -199,7 +199,7 @@ for step in range(6):
         p.grad = a if b is None else b if a is None else (a + b) / 2
     opt.step()
 """,
-        finding="put together again by the program",
+        finding="writes a combination into it",
         head=HEAD,
     ),
     "sound_signs_that_agree": _script(
@@ -221,7 +221,7 @@ for step in range(6):
         p.grad = mask * g.mean(0)
     opt.step()
 """,
-        finding="put together again by the program",
+        finding="writes a combination into it",
         head=HEAD,
     ),
     "sound_difference_of_two_results": _script(
@@ -432,7 +432,7 @@ for step in range(6):
     opt.step()
     opt.zero_grad()
 """,
-        finding="a schedule of the learning rate moves",
+        finding="a schedule of the learning rate is stepped",
     ),
     "finding_average": _script(
         "holds",
@@ -446,7 +446,7 @@ for step in range(6):
     opt.step()
     opt.zero_grad()
 """,
-        finding="an average of the parameters moves",
+        finding="an average of the parameters is stepped",
     ),
     "sound_schedule_and_average": _script(
         "holds",
