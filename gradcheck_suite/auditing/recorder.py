@@ -1541,7 +1541,13 @@ class Recorder:
 
 
 def _written(roots: Sequence[Any]) -> Written | None:
-    """Return what a pass that begins reads and that was written since the forward."""
+    """Return what a pass that begins reads and that was written since the forward.
+
+    Nothing is asked of a device, which would have to be waited for.
+    """
+    tensors = [root for root in roots if isinstance(root, torch.Tensor)]
+    if any(map(samples.is_on_device, tensors)):
+        return None
     found = written_since(edge_of(root)[0] for root in roots)
     if found is None and len(roots) == 1 and isinstance(roots[0], torch.Tensor):
         found = rewritten_loss(roots[0])

@@ -23,7 +23,8 @@ from studies.report.measurements import by_device, current
 PARTS: tuple[Part, ...] = (
     subjects.ON_GPUS, verdicts.VERIFICATION, verdicts.AUDITS, subjects.PUBLIC_SCRIPTS, costs.DECISION, costs.MEMORY,
     costs.COSTS, costs.COMPILED, costs.TRAFFIC,
-    evidence.CLAIMED, evidence.ZOO, evidence.CALIBRATION, subjects.BRIDGE, verdicts.REAL_TRAINERS, subjects.FINDINGS,
+    evidence.CLAIMED, evidence.ZOO, evidence.ZOO_COUNTS, evidence.CALIBRATION,
+    subjects.BRIDGE, verdicts.REAL_TRAINERS, subjects.FINDINGS,
     evidence.ATLAS, evidence.ZERO_OR_NONE, evidence.OPTIMIZER_STEPS,
 )  # fmt: skip
 """The sections of the report, in order; where all figures come from is the last one."""

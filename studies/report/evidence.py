@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -336,6 +337,53 @@ ZOO = Part(
     "zoo", "zoo", "The zoo of known bugs", "zoo", _zoo, _zoo_facts,
     "The zoo has not been run yet: run `python -m studies zoo`.",
 )  # fmt: skip
+
+
+def _zoo_counts(newest: list[Record]) -> Section:
+    rows = sorted((record.data for record in newest), key=lambda data: -_most(data))
+    return Section(
+        text=(
+            f"After how many cases {counted(len(rows), 'bug')} of the zoo were found, each with"
+            f" {len(rows[0]['seeds'])} seeds: 0 is the first case. The rarest come first.",
+        ),
+        tables=(
+            table(
+                "Cases until a bug is found",
+                [
+                    {
+                        "bug": data["bug"],
+                        "median": statistics.median(_found(data)),
+                        "most": _most(data),
+                        "seeds without it": data["cases"].count(None),
+                    }
+                    for data in rows
+                ],
+            ),
+        ),
+    )
+
+
+def _found(data: Data) -> list[int]:
+    """Return after how many cases each seed has found a bug; for one that has not, all that it had."""
+    return [data["examples"] if cases is None else cases for cases in data["cases"]]
+
+
+def _most(data: Data) -> int:
+    return max(_found(data))
+
+
+def _zoo_count_facts(data: Data) -> Facts:
+    return {data["bug"]: f"found after at most {_most(data)} cases"}
+
+
+ZOO_COUNTS = Part(
+    "zoo-counts",
+    "zoo",
+    "How rare each bug of the zoo is",
+    "zoo-count",
+    _zoo_counts,
+    _zoo_count_facts,
+)
 
 
 # The error rates of the suite: how often it blames a sound loop, and how small an error it finds.

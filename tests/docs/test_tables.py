@@ -70,7 +70,7 @@ def test_a_name_without_a_row_is_refused(name):
 
 
 PAGES = sorted(GUIDE.glob("*.md"))
-MOST_WORDS = 16_000
+MOST_WORDS = 16_400
 """In all pages of the guide, apart from the generated blocks, which are looked up and not read."""
 
 
