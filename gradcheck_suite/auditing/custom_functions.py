@@ -167,7 +167,9 @@ def _refusal(call: Call) -> str:
     found = reached(call.arguments)
     if found.bare:
         return "it takes a function that uses tensors which need a gradient and are no parameters"
-    parameters = {p for module in found.modules for p in (*module.parameters(), *module.buffers())}
+    parameters = set[torch.Tensor]()
+    for module in found.modules:
+        parameters.update(module.parameters(), module.buffers())
     if sum(p.numel() for p in parameters) > LARGEST:
         return "it takes a module or another function"
     if waits_for_ranks():

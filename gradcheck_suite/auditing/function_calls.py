@@ -13,6 +13,7 @@ import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -289,10 +290,10 @@ def _bound(arguments: Sequence[Any]) -> list[Bound]:
     places = {
         id(value): index for index, value in enumerate(arguments) if isinstance(value, torch.Tensor)
     }
+    parts = chain.from_iterable(module.modules() for module in reached(arguments).modules)
     return [
         Bound(part._parameters, name, places[id(parameter)])
-        for module in reached(arguments).modules
-        for part in module.modules()
+        for part in parts
         for name, parameter in part._parameters.items()
         if id(parameter) in places
     ]
@@ -546,8 +547,8 @@ class CallsOfProgram:
     @property
     def has_calls(self) -> bool:
         """Whether some can be judged."""
-        calls = self._recorder.calls.values()
-        return any(map(_is_ready, (one for each in calls for one in each.values())))
+        calls = chain.from_iterable(each.values() for each in self._recorder.calls.values())
+        return any(map(_is_ready, calls))
 
     def taken(self) -> list[Call]:
         """Return what was recorded, and let the classes go of which enough was."""
