@@ -353,8 +353,11 @@ class ModuleCalls:
         if self._is_full:
             with contextlib.suppress(Exception):  # nothing is raised into the program
                 self._entered[id(module)] = _random_mark()
-            if torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled():
-                with contextlib.suppress(Exception), Apart():
+            in_backward = torch._C._current_graph_task_id() != -1
+            with contextlib.suppress(Exception), Apart():
+                if not in_backward:
+                    self.repeated.begin(module, arguments)
+                elif torch.is_grad_enabled():
                     self.repeated.enter(module, arguments)
             if self._outermost is None and _is_in_program():
                 self._outermost = module

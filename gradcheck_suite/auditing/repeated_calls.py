@@ -90,6 +90,12 @@ def _call(training: bool, given: Any, output: Any) -> _Call:
     )
 
 
+def _versions(values: Any) -> list[int]:
+    """Return how often each tensor was written to in place."""
+    tensors = [one for one in pytree.tree_leaves(values) if isinstance(one, torch.Tensor)]
+    return [0 if one.is_inference() else one._version for one in tensors]
+
+
 def _is_in_checkpoint() -> bool:
     """Return whether torch's own checkpoint computes something again."""
     frame: FrameType | None = sys._getframe(1)
@@ -110,15 +116,30 @@ class RepeatedCalls:
     def __init__(self) -> None:
         self.said = ""
         self._calls: defaultdict[int, list[_Call]] = defaultdict(list)
+        self._versions: defaultdict[int, list[list[int]]] = defaultdict(list)
 
     def forget(self) -> None:
         """Forget the calls of a window that is over."""
         self._calls.clear()
+        self._versions.clear()
         self.said = ""
 
+    def begin(self, module: torch.nn.Module, arguments: Any) -> None:
+        """Note that a call of the forward begins."""
+        self._versions[id(module)].append(_versions(arguments))
+
     def note(self, module: torch.nn.Module, given: Any, output: Any) -> None:
-        """Note a call of the forward."""
-        self._calls[id(module)].append(_call(module.training, given, output))
+        """Note a call of the forward.
+
+        One that writes to its input, as `ReLU(inplace=True)` does, is left out: what it was given is
+        known no more when it has returned.
+        """
+        began = self._versions[id(module)]
+        versions = _versions(pytree.tree_leaves(given))
+        then = began.pop() if began else versions
+        # keyword arguments come last, and are not told when a call begins
+        if then == versions[: len(then)]:
+            self._calls[id(module)].append(_call(module.training, given, output))
 
     def enter(self, module: torch.nn.Module, given: Any) -> None:
         """Compare what a checkpoint gives to a module inside of a backward with the forward.

@@ -350,7 +350,7 @@ FUNCTIONS.update(
         ),
         "sound_penalty": holds(WITH_PENALTY, before=PENALTY.format(x="x"), model=IN_BETWEEN),
         "faulty_same_memory": violated(
-            "wrong-backward",
+            "stolen-buffer",
             "(model(torch.randn(5, 3)).square().mean() / 3).backward()",
             before=MEMORY.format(given="memory.view(8)"),
             model=IN_BETWEEN,
@@ -1368,6 +1368,40 @@ RESULTS = {
     "sound_all_results": Script(KEPT.format(which=""), "holds"),
 }
 """Results of `torch.autograd.grad` that the program puts together."""
+IN_PLACE = """
+import torch
+from torch.utils.checkpoint import checkpoint_sequential
+torch.manual_seed(0)
+model = torch.nn.Sequential(
+    torch.nn.Linear(5, 8),
+    torch.nn.ReLU(inplace=True),
+    torch.nn.Dropout(0.2, inplace=True),
+    torch.nn.Linear(8, 8),
+    torch.nn.SiLU(inplace=True),
+    torch.nn.Linear(8, 3),
+)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(5):
+    for _ in range(2):
+        with torch.autograd.graph.saved_tensors_hooks({pack}, {unpack}):
+            out = checkpoint_sequential(model, 2, torch.randn(6, 5), use_reentrant=False)
+            loss = torch.nn.functional.cross_entropy(out, torch.randint(0, 3, (6,))) / 2
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+OFFLOADED = {
+    "sound_checkpoint_of_layers_in_place": Script(
+        IN_PLACE.format(pack="lambda t: t", unpack="lambda t: t"), "holds"
+    ),
+    "sound_offloaded_checkpoint_of_layers_in_place": Script(
+        IN_PLACE.format(
+            pack="lambda t: t.detach().numpy().copy()", unpack="lambda a: torch.from_numpy(a)"
+        ),
+        "holds",
+    ),
+}
+"""Layers that write to their input, in a checkpoint that calls them again."""
 EVIDENCE = {
     **FUNCTIONS,
     **CASTS,
@@ -1389,4 +1423,5 @@ EVIDENCE = {
     **RUNNING,
     **SKIPPED,
     **RESULTS,
+    **OFFLOADED,
 }
