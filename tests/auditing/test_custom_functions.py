@@ -9,6 +9,7 @@ import functools
 import pytest
 import torch
 
+from gradcheck_suite.auditing import custom_functions
 from gradcheck_suite.auditing.custom_functions import (
     CONSTANT,
     CONTIGUOUS,
@@ -313,3 +314,12 @@ def test_a_checkpoint_of_ones_own(how, accumulates, writes, restores, is_fault):
         assert torch.equal(p, value)
         assert torch.equal(p.grad, gradient)
         assert id(p.grad) == place
+
+
+def test_a_call_that_takes_long_is_not_checked_and_that_is_said(monkeypatch):
+    wrong = elementwise(torch.tanh, lambda x: 2 * slope(x))
+    assert faults(wrong, [leaf(3)])[0]
+    monkeypatch.setattr(custom_functions, "LONGEST_S", 0.0)
+    (report,) = reports(wrong, [leaf(3)])
+    assert report.note.startswith("its backward was not checked, since one call of it takes")
+    assert not report.fault
