@@ -56,8 +56,8 @@ SPREAD = 0.05
 HALVINGS = 20
 JUMP = 64.0
 """How often an interval is halved to tell a jump from a bend, and what a bend then departs less by from its tangent."""
-LONGEST_S = 0.02
-"""Seconds of a call above which it is not judged: that takes about a hundred of them."""
+LONGEST_S = 1.0
+"""Seconds that the calls by which a function is judged may take together."""
 JITTER = 1e-3
 """Relative distance by which inputs are moved first: recorded ones often lie at kinks, such as the zeros of a ReLU."""
 CONSTANT = "it passes a gradient where its output is constant, as a straight-through estimator does"
@@ -299,9 +299,13 @@ def _judged(subject: Subject, dtype: torch.dtype) -> FunctionReport:
     began = time.perf_counter()
     second = subject.outputs(base)
     took = time.perf_counter() - began
-    if took > LONGEST_S:
-        # as of one that solves an equation: about a hundred calls would follow
-        note = f"its backward was not checked, since one call of it takes {took:.2g} s"
+    # along each line, two ends of each step
+    needed = len(subject.wanted) * DIRECTIONS * 2 * len(STEPS_OF.get(dtype, STEPS))
+    if took * needed > LONGEST_S:
+        note = (
+            f"its backward was not checked, since one call of it takes {took:.2g} s, and"
+            f" {needed} would be needed"
+        )
         return FunctionReport(name, note=note)
     if not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
         note = "its backward was not checked, since its forward gives other outputs each time"
