@@ -175,7 +175,7 @@ def _draws_for_planted_faults(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 OF_COMMIT = "GRADCHECK_SUITE_TESTS_OF_COMMIT"
-PARTS = 200
+PARTS = 400
 """Of the tests marked `full` each commit runs this part by default, another one than the next commit."""
 
 

@@ -33,14 +33,14 @@ def _parameters(names):
     return [p.detach().clone() for module in found for p in module.parameters()]
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("name", _named("violated"))
 def test_a_fault_is_found(name, written):
     result, _ = audited(written(name))
     assert [v.diagnosis for v in result.violations] == [*EVIDENCE[name].said], result
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("name", _named("holds"))
 def test_a_sound_script_holds_and_trains_as_it_does_without_an_audit(name, written):
     path = written(name)

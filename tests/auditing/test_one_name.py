@@ -219,7 +219,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize(("when", "diagnosis"), [("last", "not-reduced"), ("True", None)])
 def test_hooks_that_reduce_some_passes_are_not_reduced(when, diagnosis, tmp_path):
     script = tmp_path / "train.py"

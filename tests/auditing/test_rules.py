@@ -170,7 +170,7 @@ def test_every_rule_has_a_name_of_its_own_and_a_script_that_shows_it():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("name", SHOWN)
 def test_a_rule_fires_on_its_script_and_no_other_fault_beside_it(name, path_of, decided):
     result = _audited(path_of(name), name)
@@ -185,7 +185,7 @@ def test_a_rule_fires_on_its_script_and_no_other_fault_beside_it(name, path_of, 
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("name", MISSING)
 def test_evidence_that_is_missing_is_a_reason_by_name(name, path_of, decided):
     _audited(path_of(name), name)

@@ -50,7 +50,7 @@ def _ended(folder, before: str, then: str, *wrapper: str):
     return plain, audited, (result["verdict"], result["interrupted"], result["windows"])
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
 def test_a_signal_ends_the_process_after_the_verdict(name, tmp_path):
     before = "unfinished = sys.stdout.write('in the buffer')"
@@ -151,7 +151,7 @@ def test_a_signal_in_the_middle_of_a_write_to_a_full_pipe(tmp_path):
     assert json.loads(written.read_text())["results"][0]["windows"] == 6
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize(
     ("hook", "said", "status"),
     [

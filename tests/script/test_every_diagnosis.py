@@ -64,7 +64,7 @@ def in_file(planted, folder, monkeypatch, *, sound=False):
     return resolve_loop(f"{name}.py:train"), f"{name}.py:train"
 
 
-@pytest.mark.share(6)
+@pytest.mark.share(18)
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.id)
 def test_the_script_of_a_diagnosis_shows_it_and_the_sound_loop_does_not(
     planted, tmp_path, monkeypatch

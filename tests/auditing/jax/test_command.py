@@ -158,7 +158,7 @@ def audit_of(path):
     return done, json.loads(stored.read_text())["results"][0]
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", DEVICES)
 def test_devices_are_judged_together(tmp_path, name):
     truth, text = DEVICES[name]
