@@ -545,10 +545,10 @@ class _Line:
         not, has forgotten a part of its domain. One that has a multiple of its derivative where it
         moves has a wrong factor.
         """
-        if self._of_no_gradient() and any(each.any() for each in moving):
-            return IGNORES
         if not any(each.any() for each in moving):
             return CONSTANT
+        if self._of_no_gradient():
+            return IGNORES
         found = self._where_moving(still, whole, moving, slopes)
         if isinstance(found, Ratio):
             return Ratio(found.ratio, passes_where_constant=True)

@@ -12,9 +12,9 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import compress
+from itertools import chain, compress
 from types import CodeType, FrameType
 from typing import Any
 
@@ -228,10 +228,8 @@ def is_conditional(line: str) -> bool:
     """Return whether the statement at `file:line` stands in a condition itself: not in a loop in one,
     as all of a program under `if __name__ == "__main__":` does.
     """
-    file, _, number = line.rpartition(":")
-    suites = (suite for node in ast.walk(_tree(file)) for suite in _conditional(node))
-    statements = (one for suite in suites for one in suite if not hasattr(one, "body"))
-    return any(one.lineno <= int(number) <= (one.end_lineno or 0) for one in statements)
+    at = _under_condition(line)
+    return any(not hasattr(one, "body") for suite in at.suites for one in suite if at.is_in(one))
 
 
 def is_skipped(line: str) -> bool:
@@ -242,17 +240,35 @@ def is_skipped(line: str) -> bool:
 
 
 def _is_followed_by(line: str, wanted: type[ast.stmt] | types.UnionType) -> bool:
+    at = _under_condition(line)
+    return any(
+        one.lineno > at.number and isinstance(one, wanted) for suite in at.suites for one in suite
+    )
+
+
+@dataclass(frozen=True)
+class _UnderCondition:
+    """A line of a program, and the conditions around it.
+
+    Attributes:
+        number: of the line.
+        suites: the statements that run together under a condition, of each that has the line.
+    """
+
+    number: int
+    suites: Sequence[Sequence[ast.stmt]]
+
+    def is_in(self, statement: ast.stmt) -> bool:
+        """Return whether the line is one of a statement's."""
+        return statement.lineno <= self.number <= (statement.end_lineno or self.number)
+
+
+def _under_condition(line: str) -> _UnderCondition:
+    """Return the conditions around a line, `file:line`."""
     file, _, number = line.rpartition(":")
-    suites = (suite for node in ast.walk(_tree(file)) for suite in _conditional(node))
-    return any(_comes_after(int(number), suite, wanted) for suite in suites)
-
-
-def _comes_after(
-    number: int, suite: list[ast.stmt], wanted: type[ast.stmt] | types.UnionType
-) -> bool:
-    """Return whether a line is one of some statements, and a later one of these is of some kind."""
-    is_here = any(one.lineno <= number <= (one.end_lineno or number) for one in suite)
-    return is_here and any(one.lineno > number and isinstance(one, wanted) for one in suite)
+    at = _UnderCondition(int(number), [])
+    suites = chain.from_iterable(map(_conditional, ast.walk(_tree(file))))
+    return replace(at, suites=[suite for suite in suites if any(map(at.is_in, suite))])
 
 
 def _conditional(node: ast.AST) -> list[list[ast.stmt]]:

@@ -135,7 +135,7 @@ class RepeatedCalls:
         known no more when it has returned.
         """
         began = self._versions[id(module)]
-        versions = _versions(pytree.tree_leaves(given))
+        versions = _versions(given)
         then = began.pop() if began else versions
         # keyword arguments come last, and are not told when a call begins
         if then == versions[: len(then)]:

@@ -23,8 +23,10 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from gradcheck_suite.auditing import samples
 from gradcheck_suite.auditing.samples import Fingerprint, Together, fingerprint, is_plain, is_same
 from gradcheck_suite.auditing.terms import MARK, is_leaf, kind
+from gradcheck_suite.run.functions import nodes_from
 
 NOTE = f"{MARK} saved"
 """Where the node of an output of a module keeps the fingerprints of what the call has saved."""
@@ -145,7 +147,13 @@ def _memory(tensor: torch.Tensor) -> int:
 def note_call(
     module: torch.nn.Module, inputs: Iterable[Any], outputs: Iterable[torch.Tensor]
 ) -> None:
-    """Note what a call of a module has saved, when it returns."""
+    """Note what a call of a module has saved, when it returns.
+
+    Nothing of a device: what a backward reads there is compared with nothing.
+    """
+    outputs = list(outputs)
+    if any(map(samples.is_on_device, outputs)):
+        return
     tensors = [one for one in inputs if isinstance(one, torch.Tensor)]
     below = [
         torch.autograd.graph.get_gradient_edge(one).node for one in tensors if one.requires_grad
@@ -170,21 +178,12 @@ def written_since(roots: Iterable[Any]) -> Written | None:
 
     Waits for a device where tensors lie on one.
     """
-    stack = [node for node in roots if node is not None]
-    seen = set[Any]()
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if is_leaf(node):
-            continue
-        noted = node.metadata.get(NOTE)
+    for node in nodes_from(roots):
+        noted = None if is_leaf(node) else node.metadata.get(NOTE)
         if noted is not None and not noted.is_checked:
             noted.is_checked = True
             if (found := _changed(node, noted)) is not None:
                 return found
-        stack += [one for one, _ in node.next_functions]
     return None
 
 

@@ -112,6 +112,7 @@ class Scale:
         expected: the coefficient that would be right.
         provisional: whether other windows may still show something else: that comes out when the
             run is over.
+        shown_by: by what the weights of the losses are multiplied where they are shown.
     """
 
     use: Use
@@ -120,6 +121,7 @@ class Scale:
     name: str = "wrong-scale"
     expected: float = 1.0
     provisional: bool = False
+    shown_by: float = 1.0
 
 
 def _choose_count(uses: Sequence[Use]) -> None:
@@ -302,11 +304,13 @@ class ScaleSighting(Sighting):
         is_provisional: whether other windows may still show something else: one window is chance,
             two are not.
         causes: of the fault, where the rule has none of its own.
+        shown_by: by what `.grad` is multiplied after the last pass, where that is the fault.
     """
 
     expected: float = 1.0
     is_provisional: bool = False
     causes: tuple[str, ...] = ()
+    shown_by: float = 1.0
 
 
 E = UseInRun
@@ -806,7 +810,9 @@ def _is_running_count(e: E) -> Seen:
     # of a window that is right with it, the factor is a part of the weights already
     factors = [1.0 if use.taken_out != 1.0 else use.window.factor or 1.0 for use in uses]
     if _are_shares(uses, factors, totals):
-        return ScaleSighting(numbers, expected=e.use.own * totals[at] / e.use.items)
+        return ScaleSighting(
+            numbers, expected=e.use.own * totals[at] / e.use.items, shown_by=factors[at]
+        )
     return None
 
 
@@ -1140,4 +1146,5 @@ def _scale_of(e: E, fault: Held[E]) -> Scale:
         fault.rule.called,
         seen.expected,
         seen.is_provisional,
+        seen.shown_by,
     )

@@ -136,27 +136,39 @@ def _is_written_over(e: E) -> Found:
     """Ask whether a result of `torch.autograd.grad` is written over by the next one of its line:
     the last one alone is there.
     """
-    there, gone = _results(e)
-    if not there or not gone or len(there) > 1 or max(gone) > there[0]:
-        return None
-    return _at_places(e, gone)
+    found = _results(e)
+    is_last_alone = len(found.there) == 1 and found.gone and max(found.gone) < found.there[0]
+    return _at_places(e, found.gone) if is_last_alone else None
 
 
 def _is_left_out(e: E) -> Found:
     """Ask whether some results of one line are put into `.grad`, and others are not."""
-    there, gone = _results(e)
-    return _at_places(e, gone) if there and gone else None
+    found = _results(e)
+    return _at_places(e, found.gone) if found.there and found.gone else None
 
 
-def _results(e: E) -> tuple[Columns, Columns]:
-    """Return the results of `torch.autograd.grad` that are in `.grad` and those that are not, of
-    lines that have both.
+@dataclass(frozen=True)
+class _Results:
+    """Results of `torch.autograd.grad`, of lines of which some are in `.grad` and some are not.
+
+    Attributes:
+        there: those in `.grad`.
+        gone: the others.
     """
+
+    there: Columns
+    gone: Columns
+
+
+def _results(e: E) -> _Results:
     is_there = np.abs(e.mean) > 1e-3
     there = columns_of(e.by_hand & is_there)
     gone = columns_of(e.by_hand & ~is_there)
     both = e.places(there) & e.places(gone)
-    return [j for j in there if e.places([j]) & both], [j for j in gone if e.places([j]) & both]
+    return _Results(
+        there=[j for j in there if e.places([j]) & both],
+        gone=[j for j in gone if e.places([j]) & both],
+    )
 
 
 def _at_places(e: E, columns: Columns) -> Sighting:

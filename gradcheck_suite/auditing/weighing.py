@@ -658,12 +658,9 @@ def _of_scale(scale: Scale) -> Violation:
             "; the gradient of micro-batches that belong to the window before is still in it"
         )
     rows = _rows(use.objective, use.count, scale.expected / total)
-    if scale.cause == "running" and use.taken_out == 1.0:
-        # the weights are those of the losses, and what divides is in `.grad` alone
-        factor = use.window.factor or 1.0
-        rows = tuple(
-            replace(row, observed=row.observed * factor, expected=row.expected * factor)
-            for row in rows
-        )
+    rows = tuple(
+        replace(row, observed=row.observed * scale.shown_by, expected=row.expected * scale.shown_by)
+        for row in rows
+    )
     fault = StepFault(scale.name, sentence, causes=(scale.cause,) if scale.cause else ())
     return _of_weights(fault, use, rows)

@@ -29,8 +29,13 @@ def is_of_program(kind: type) -> bool:
 
 def ancestors(outputs: Iterable[torch.Tensor]) -> Iterator[Any]:
     """Yield every node of the graph of some tensors, once."""
+    return nodes_from(output.grad_fn for output in outputs)
+
+
+def nodes_from(nodes: Iterable[Any]) -> Iterator[Any]:
+    """Yield some nodes and every node below them, once; None is none."""
     seen: set[Any] = set()
-    pending: list[Any] = [output.grad_fn for output in outputs]
+    pending: list[Any] = list(nodes)
     while pending:
         node = pending.pop()
         if node is None or node in seen:
