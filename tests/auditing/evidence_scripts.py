@@ -1163,6 +1163,7 @@ class Plain(Noisy):
 norm = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
 last = torch.nn.Linear(4, 2)
 """
+AGAIN_OF_ITS_OWN = AGAIN_HEAD.replace("{call}", "self.again(x)")
 TWO = "torch.nn.Sequential(torch.nn.Linear(3, 4), {last})"
 LOSS = "(model(torch.randn(5, 3)) - 1).square().mean().backward()"
 DRAWING = """
@@ -1187,37 +1188,37 @@ AGAIN = {
         "wrong-backward",
         "out = model[1](checkpoint(noisy, model[0](torch.randn(5, 3)), use_reentrant=True))\n"
         "(out - 1).square().mean().backward()",
-        before=AGAIN_HEAD.replace("{call}", "self.again(x)") + "noisy = Noisy()\n",
+        before=AGAIN_OF_ITS_OWN + "noisy = Noisy()\n",
         model=TWO.format(last="torch.nn.Linear(4, 1)"),
     ),
     "sound_numpy_without_checkpoint": holds(
         LOSS,
-        before=AGAIN_HEAD.replace("{call}", "self.again(x)"),
+        before=AGAIN_OF_ITS_OWN,
         model=TWO.format(last="Plain()"),
     ),
     "faulty_checkpoint_of_a_function": violated(
         "wrong-backward",
         DRAWING.format(", preserve_rng_state=False"),
-        before=AGAIN_HEAD.replace("{call}", "self.again(x)"),
+        before=AGAIN_OF_ITS_OWN,
         model="torch.nn.Linear(3, 4)",
         optimizer=BOTH,
     ),
     "sound_checkpoint_of_a_function": holds(
         DRAWING.format(""),
-        before=AGAIN_HEAD.replace("{call}", "self.again(x)"),
+        before=AGAIN_OF_ITS_OWN,
         model="torch.nn.Linear(3, 4)",
         optimizer=BOTH,
     ),
     "faulty_mode_of_a_checkpoint": violated(
         "wrong-backward",
         MODES.format("norm.eval()"),
-        before=AGAIN_HEAD.replace("{call}", "self.again(x)"),
+        before=AGAIN_OF_ITS_OWN,
         model="torch.nn.Linear(3, 4)",
         optimizer=BOTH,
     ),
     "sound_mode_of_a_checkpoint": holds(
         MODES.format("norm.train()"),
-        before=AGAIN_HEAD.replace("{call}", "self.again(x)"),
+        before=AGAIN_OF_ITS_OWN,
         model="torch.nn.Linear(3, 4)",
         optimizer=BOTH,
     ),
