@@ -404,7 +404,9 @@ def _equimo(row: Mapping[str, Any]) -> Any:
         model = equinox.combine(params, rest)
         key = jax.random.key(0)
         features = jax.vmap(lambda image: model.features(image, key=key, inference=True))
-        return {"last_hidden_state": jax.vmap(jax.vmap(model.norm))(features(inputs["pixel_values"]))}
+        return {
+            "last_hidden_state": jax.vmap(jax.vmap(model.norm))(features(inputs["pixel_values"]))
+        }
 
     return library.Dinov2Model(config), call, load
 
@@ -414,9 +416,7 @@ def _jax_raft(row: Mapping[str, Any]) -> Any:
     raft = importlib.import_module("torchvision.models.optical_flow.raft")
     port = importlib.import_module("jax_raft.model")
     layers = row["config"]
-    model = raft.FeatureEncoder(
-        block=raft.ResidualBlock, layers=layers, norm_layer=nn.BatchNorm2d
-    )
+    model = raft.FeatureEncoder(block=raft.ResidualBlock, layers=layers, norm_layer=nn.BatchNorm2d)
     made = port.FeatureEncoder(layers=tuple(layers))
 
     def load(state: Mapping[str, Any]) -> Any:
@@ -424,9 +424,7 @@ def _jax_raft(row: Mapping[str, Any]) -> Any:
         parameters: dict[str, Any] = {}
         statistics: dict[str, Any] = {}
         for name, value in state.items():
-            *path, own = [
-                f"layers_{part}" if part.isdigit() else part for part in name.split(".")
-            ]
+            *path, own = [f"layers_{part}" if part.isdigit() else part for part in name.split(".")]
             if own == "num_batches_tracked":
                 continue
             is_running = own.startswith("running_")
@@ -483,7 +481,7 @@ def _jaxlpips(row: Mapping[str, Any]) -> Any:
     rows = [np.ones(width) for width in model.chns]
     # the port downloads its weights when it is made
     parts = features.AlexNetFeatures(rngs=nnx.Rngs(0)), nnx.List([nnx.Param(row) for row in rows])
-    port.load_model = lambda name: parts
+    vars(port)["load_model"] = lambda name: parts
     graph, own = nnx.split(port.LPIPS())
     like = nnx.to_pure_dict(own)
 
