@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any, Literal
 
 import numpy as np
@@ -245,10 +246,10 @@ def _shared(parameters: Parameters, loss: Callable[[], torch.Tensor]) -> list[tu
     places = sorted(
         (*_extent(g), name) for name, g in made.items() if not g.is_sparse and g.numel()
     )
+    # in order of their first bytes, two extents overlap where the later begins before the other ends
     return [
         (name, other)
-        for i, (_, end, name) in enumerate(places)
-        for start, _, other in places[i + 1 :]
+        for (_, end, name), (start, _, other) in combinations(places, 2)
         if start < end
     ]
 
@@ -430,10 +431,8 @@ def _diagnosed(
             continue
         values = np.zeros(len(everything))
         errors = np.zeros(len(everything))
-        values[members], errors[members] = (
-            fit.weights,
-            _errors(gradients[members], observed, allowed),
-        )
+        values[members] = fit.weights
+        errors[members] = _errors(gradients[members], observed, allowed)
         weights = replace(
             template,
             observed=np.where(np.abs(values) <= errors, 0.0, values),

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import cycle
+from itertools import chain, cycle
 from typing import Any, Literal
 
 from hypothesis import reject
@@ -321,7 +321,9 @@ def picked_layer(focus: Focus, signal: Signal, limits: Limits, number: int) -> L
     inner = []
     if kind.wraps:
         within = replace(_inside(limits), trainable=True, sparse=False)
-        fitting = [Layer(k.name, **o) for k in LAYERS.values() for o in within.variants(k, signal)]
+        fitting: list[Layer] = []
+        for each in LAYERS.values():
+            fitting += [Layer(each.name, **o) for o in within.variants(each, signal)]
         inner = [fitting[number % len(fitting)]] if fitting else [Layer("tanh")]
         inner += [Layer("tanh")] * kind.parallel
     variants = _of_focus(focus, signal, limits)
@@ -389,11 +391,8 @@ def frame_of(focus: Focus, signal: Signal, limits: Limits, number: int) -> Frame
         )
     else:
         frame = Frame()
-    used = {
-        kind
-        for layer in (*frame.first, *frame.last)
-        for kind in (layer.kind, *(i.kind for i in layer.layers))
-    }
+    outer = [*frame.first, *frame.last]
+    used = {layer.kind for layer in chain(outer, *(layer.layers for layer in outer))}
     return frame if used.isdisjoint(limits.excluded) else Frame()
 
 
@@ -669,11 +668,9 @@ GROUPS = (1, 1, 1, 1, 1, 2, 3)
 """Numbers of parameter groups, as often as they are drawn."""
 DISTINCT = {14: 1, 15: 2}
 """Remainder of a case's seed by 16 -> number of its different items, so that equal items take no draw of their own."""
-_PLACES = {
-    name: place
-    for kinds in (LAYERS, LOSSES, CROSS_SAMPLE_LAYERS, CROSS_SAMPLE_LOSSES)
-    for place, name in enumerate(kinds)
-}
+_PLACES: dict[str, int] = {}
+for _kinds in (LAYERS, LOSSES, CROSS_SAMPLE_LAYERS, CROSS_SAMPLE_LOSSES):
+    _PLACES |= {name: place for place, name in enumerate(_kinds)}
 
 
 def _takes_sparse(dtype: str, optimizer: str | None) -> bool:

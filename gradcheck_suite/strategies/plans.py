@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain, repeat
 from typing import Any, TypedDict, Unpack
 
 from hypothesis import strategies as st
@@ -33,10 +34,17 @@ MAX_MICRO_BATCHES = 24
 # built once
 integers = cache(st.integers)
 sampled = cache(st.sampled_from)
-counts = cache(
-    lambda low, high: sampled(tuple(n for n in range(low, high + 1) for _ in range(high + 1 - n)))
-)
-"""A strategy of numbers from `low` to `high`, the smaller ones more often, since each micro-batch runs the model."""
+
+
+@cache
+def counts(low: int, high: int) -> st.SearchStrategy[int]:
+    """Return a strategy of numbers from `low` to `high`, the smaller ones more often, since each
+    micro-batch runs the model.
+    """
+    often = [repeat(number, high + 1 - number) for number in range(low, high + 1)]
+    return sampled(tuple(chain.from_iterable(often)))
+
+
 _with_mask = cache(lambda sizes: st.tuples(sizes, st.booleans()))
 
 
@@ -138,7 +146,7 @@ def _plans(
     if EQUAL_MICRO_BATCHES in chosen:
         windows = Plan((1,) * count, k, ranks=ranks).windows
         per_window = [draw(sizes) for _ in windows]
-        equal = tuple(n for n, window in zip(per_window, windows, strict=True) for _ in window)
+        equal = tuple(chain.from_iterable(map(repeat, per_window, map(len, windows))))
         return Plan(equal, k, epochs, ranks=ranks)
     if not (maskable and PLAIN_COUNTS not in chosen and draw(sampled((False, True, True, True)))):
         return Plan(tuple(draw(sizes) for _ in range(count)), k, epochs, ranks=ranks)

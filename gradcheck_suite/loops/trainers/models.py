@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -250,7 +251,9 @@ TASKS: dict[str, _Task] = {
     ),
 }
 """Last part of a model's class name -> its task."""
-NAMES = tuple(model + name for name, task in TASKS.items() for model in task.models)
+NAMES = tuple(
+    chain.from_iterable([model + name for model in task.models] for name, task in TASKS.items())
+)
 """The class names of the models; each is an attribute of this module, a function that returns the problem."""
 
 
@@ -264,7 +267,8 @@ def _problem(name: str) -> Problem:
         **task.models[model],
         **task.settings,
     }
-    make, config = getattr(transformers, name), getattr(transformers, f"{model}Config")
+    make = getattr(transformers, name)
+    config = getattr(transformers, f"{model}Config")
     return Problem(seeded(lambda: make(config(**settings))), task.batch, own_loss, count=task.count)
 
 
