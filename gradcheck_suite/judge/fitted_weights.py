@@ -173,10 +173,26 @@ def find_stolen_buffers(
             f" and the sum of the earlier micro-batches is lost. Over {len(batches)} micro-batches"
             f" set_to_none and zero_ differ by {error[name]:.3g}"
         )
-        found.append(StolenBuffer("rewritten", name, None, error[name], why))
+        found.append(
+            StolenBuffer(
+                "rewritten",
+                name,
+                None,
+                error[name],
+                why,
+            )
+        )
     for a, b in shared:
         why = f"{a}.grad and {b}.grad overlap in memory, so what is added to one changes the other"
-        found.append(StolenBuffer("shared", a, b, max(error[a], error[b]), why))
+        found.append(
+            StolenBuffer(
+                "shared",
+                a,
+                b,
+                max(error[a], error[b]),
+                why,
+            )
+        )
     return tuple(found)
 
 
@@ -288,7 +304,14 @@ def diagnose_case(
         return None
 
     def diagnosed(part: slice) -> Diagnosis | None:
-        return _diagnosed(window, epoch, gradients, comparison, part, alike=alike)
+        return _diagnosed(
+            window,
+            epoch,
+            gradients,
+            comparison,
+            part,
+            alike=alike,
+        )
 
     if whole := diagnosed(slice(0, len(comparison.observed))):
         return whole

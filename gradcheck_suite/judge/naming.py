@@ -84,7 +84,12 @@ def _one(w: Weights, values: Array) -> bool:
 
 def _right(w: Weights) -> npt.NDArray[np.bool_]:
     """Return (inside,): whether each micro-batch weighs what it should."""
-    right: npt.NDArray[np.bool_] = np.isclose(w.ratio, 1.0, rtol=w.tolerance, atol=0)
+    right: npt.NDArray[np.bool_] = np.isclose(
+        w.ratio,
+        1.0,
+        rtol=w.tolerance,
+        atol=0,
+    )
     return right
 
 

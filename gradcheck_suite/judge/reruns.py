@@ -743,7 +743,12 @@ class Evidence:
     @property
     def of_weights(self) -> Diagnosis | None:
         """What the gradient alone says of weights and elements."""
-        return diagnose_case(self.window, self.comparison, self.epoch, alike=self.runner.alike)
+        return diagnose_case(
+            self.window,
+            self.comparison,
+            self.epoch,
+            alike=self.runner.alike,
+        )
 
     @property
     def of_inputs(self) -> Diagnosis | None:

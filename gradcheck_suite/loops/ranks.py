@@ -293,7 +293,13 @@ def as_one_rank(run: TrainingRun) -> TrainingRun:
     """Return a run of a single rank that has the micro-batches of all ranks."""
     loader: Any = AllMicroBatches(run)
     steps = run.accumulation_steps * run.world_size
-    return replace(run, loader=loader, accumulation_steps=steps, rank=0, world_size=1)
+    return replace(
+        run,
+        loader=loader,
+        accumulation_steps=steps,
+        rank=0,
+        world_size=1,
+    )
 
 
 def split_linear_layers(run: TrainingRun) -> None:

@@ -797,9 +797,25 @@ def script_text(
         )
     assumed = {*assumes, *assumptions_of(loop)}
     try:
-        return _script(loop, name, violation, problem, time_limit_s, assumed, copied=True)
+        return _script(
+            loop,
+            name,
+            violation,
+            problem,
+            time_limit_s,
+            assumed,
+            copied=True,
+        )
     except (CannotCopyError, ImportError, OSError, TypeError):  # or there is no source
-        return _script(loop, name, violation, problem, time_limit_s, assumed, copied=False)
+        return _script(
+            loop,
+            name,
+            violation,
+            problem,
+            time_limit_s,
+            assumed,
+            copied=False,
+        )
 
 
 def _script(
@@ -827,7 +843,12 @@ def _script(
     if problem is not None:
         needs.append(f"{case.problem}, which imports gradcheck_suite for its Problem")
     if "loop" in flags:
-        source = _loop(loop, name, sources, copied=copied)
+        source = _loop(
+            loop,
+            name,
+            sources,
+            copied=copied,
+        )
         if source.startswith("load("):
             needs.append("the file of the loop, which may import other packages")
         values |= _of_loop(source, case, flags, sources)

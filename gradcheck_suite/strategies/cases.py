@@ -301,7 +301,12 @@ def _of_focus(focus: Focus, signal: Signal, limits: Limits) -> list[Options]:
 
 
 def _inside(limits: Limits) -> Limits:
-    return replace(limits, trainable=False, keeps_shape=True, loss=None)
+    return replace(
+        limits,
+        trainable=False,
+        keeps_shape=True,
+        loss=None,
+    )
 
 
 @cache
@@ -610,7 +615,14 @@ def _problems(
     )
     source = Input(name, **options)
     counted = draw(counts(min_layers, max_layers)), max_layers
-    layers, frame = _chain(draw, input_signal(source), counted, limits, focus, number)
+    layers, frame = _chain(
+        draw,
+        input_signal(source),
+        counted,
+        limits,
+        focus,
+        number,
+    )
     signal = chain_signal(layers, input_signal(source))
     reductions = sampled(reductions_within(chosen))
     if not accumulable and (signal.form != "vector" or draw(_BOOLEANS)):
@@ -652,7 +664,13 @@ def problems(
     Raises:
         InvalidArgument: at the first draw, where an argument is wrong.
     """
-    return _problems(min_layers, max_layers, sparse, accumulable, hashable(assumes))
+    return _problems(
+        min_layers,
+        max_layers,
+        sparse,
+        accumulable,
+        hashable(assumes),
+    )
 
 
 # The Hypothesis strategy for cases, and how large a case is.
@@ -702,7 +720,12 @@ def _adds_up(plan: Plan) -> bool:
 def _plans_that_add_up(
     assumes: str | tuple[str, ...], maskable: bool, ranks: int
 ) -> st.SearchStrategy[Plan]:
-    drawn = plans(assumes=assumes, maskable=maskable, ranks=ranks, min_accumulation_steps=2)
+    drawn = plans(
+        assumes=assumes,
+        maskable=maskable,
+        ranks=ranks,
+        min_accumulation_steps=2,
+    )
     return drawn.filter(_adds_up)
 
 
@@ -774,7 +797,13 @@ def _cases(
             else _plans(assumes, maskable, small, ranks)
         )
     seed = draw(integers(0, MAX_SEED))
-    case = Case(drawn, draw(plan), seed=seed, **fixed, groups=draw(sampled(GROUPS)))
+    case = Case(
+        drawn,
+        draw(plan),
+        seed=seed,
+        **fixed,
+        groups=draw(sampled(GROUPS)),
+    )
     if not case.plan.masked:
         case = case.replace(distinct_items=DISTINCT.get(seed % 16, 0))
     if optimizer is not None and case.plan.steps in MOVING_STEPS:
@@ -815,7 +844,15 @@ def cases(
         (optimizer, None) if isinstance(optimizer, st.SearchStrategy) else (None, optimizer)
     )
     fixed = {"dtype": dtype, "device": device, "optimizer": same}
-    return _cases(problem, plan, hashable(assumes), small, ranks, drawn, fixed)
+    return _cases(
+        problem,
+        plan,
+        hashable(assumes),
+        small,
+        ranks,
+        drawn,
+        fixed,
+    )
 
 
 def size_of(case: Case) -> tuple[int, ...]:

@@ -138,22 +138,48 @@ def _plans(
     world = bounds.ranks if bounds.ranks <= 2 else draw(sampled(tuple(range(2, bounds.ranks + 1))))
     k = draw(steps)
     most = max(bounds.min_windows, min(bounds.max_windows, MAX_MICRO_BATCHES // (k * world)))
-    shares = _shares(draw, draw(counts(bounds.min_windows, most)), k, world, chosen)
+    shares = _shares(
+        draw,
+        draw(counts(bounds.min_windows, most)),
+        k,
+        world,
+        chosen,
+    )
     count = sum(shares)
     ranks = shares if world > 1 else ()
     if EQUAL_BATCHES in chosen:
-        return Plan((draw(sizes),) * count, k, epochs, ranks=ranks)
+        return Plan(
+            (draw(sizes),) * count,
+            k,
+            epochs,
+            ranks=ranks,
+        )
     if EQUAL_MICRO_BATCHES in chosen:
         windows = Plan((1,) * count, k, ranks=ranks).windows
         per_window = [draw(sizes) for _ in windows]
         equal = tuple(chain.from_iterable(map(repeat, per_window, map(len, windows))))
-        return Plan(equal, k, epochs, ranks=ranks)
+        return Plan(
+            equal,
+            k,
+            epochs,
+            ranks=ranks,
+        )
     if not (maskable and PLAIN_COUNTS not in chosen and draw(sampled((False, True, True, True)))):
-        return Plan(tuple(draw(sizes) for _ in range(count)), k, epochs, ranks=ranks)
+        return Plan(
+            tuple(draw(sizes) for _ in range(count)),
+            k,
+            epochs,
+            ranks=ranks,
+        )
     # size and mask are adjacent draws, so that shrinking deletes a whole micro-batch
     drawn = [draw(_with_mask(sizes)) for _ in range(count)]
     masked = {j for j, (_, mask) in enumerate(drawn) if mask}
-    plan = Plan(tuple(n for n, _ in drawn), k, epochs, ranks=ranks)
+    plan = Plan(
+        tuple(n for n, _ in drawn),
+        k,
+        epochs,
+        ranks=ranks,
+    )
     # a window without valid targets is outside the contract
     masked -= {window[0] for window in plan.windows if masked.issuperset(window)}
     return plan.replace(masked=tuple(masked))

@@ -43,7 +43,12 @@ def padded_ids(
     """Return (items, `LONGEST`) token ids, padded on the right with 0, and which of them are no
     padding.
     """
-    ids = torch.randint(3, VOCABULARY, (items, LONGEST), generator=generator)
+    ids = torch.randint(
+        3,
+        VOCABULARY,
+        (items, LONGEST),
+        generator=generator,
+    )
     is_token = torch.arange(LONGEST) < torch.randint(
         shortest, LONGEST + 1, (items, 1), generator=generator
     )
@@ -136,7 +141,14 @@ def _class_of_row(items: int, seed: int) -> Batch:
 
 def _class_of_image(items: int, seed: int) -> Batch:
     generator = torch.Generator().manual_seed(seed)
-    pixels = torch.randn(items, 3, PIXELS, PIXELS, generator=generator, dtype=torch.float64)
+    pixels = torch.randn(
+        items,
+        3,
+        PIXELS,
+        PIXELS,
+        generator=generator,
+        dtype=torch.float64,
+    )
     return {
         "pixel_values": pixels,
         "labels": torch.randint(0, CLASSES, (items,), generator=generator),
@@ -269,7 +281,12 @@ def _problem(name: str) -> Problem:
     }
     make = getattr(transformers, name)
     config = getattr(transformers, f"{model}Config")
-    return Problem(seeded(lambda: make(config(**settings))), task.batch, own_loss, count=task.count)
+    return Problem(
+        seeded(lambda: make(config(**settings))),
+        task.batch,
+        own_loss,
+        count=task.count,
+    )
 
 
 def gpt2() -> Problem:
