@@ -297,7 +297,14 @@ class Violation:
     def notice(self) -> Notice:
         """The violation as CI systems show it."""
         level: Literal["error", "note"] = "error" if self.reason is None else "note"
-        return Notice(level, self.diagnosis, self.sentence, self.fix, self.place, self.reason)
+        return Notice(
+            level,
+            self.diagnosis,
+            self.sentence,
+            self.fix,
+            self.place,
+            self.reason,
+        )
 
     @property
     def anywhere(self) -> str:
@@ -533,7 +540,14 @@ def _notice_of(one: Found) -> Notice:
     """Return a finding as CI systems show it."""
     times = f" ({one.steps} times)" if one.steps > 1 else ""
     level = "error" if one.fails else one.severity
-    return Notice(level, one.name, f"{one.sentence}{times}", one.remedy, one.place, one.reason)
+    return Notice(
+        level,
+        one.name,
+        f"{one.sentence}{times}",
+        one.remedy,
+        one.place,
+        one.reason,
+    )
 
 
 def _moved(data: Mapping[str, Any]) -> MovedByZeros:
@@ -659,7 +673,12 @@ class Result:
         findings = [
             *map(_notice_of, self.named_findings),
             *(
-                Notice("warning", "finding", text.removeprefix(f"{at}: "), place=at)
+                Notice(
+                    "warning",
+                    "finding",
+                    text.removeprefix(f"{at}: "),
+                    place=at,
+                )
                 for at, text in places
             ),
         ]
@@ -783,7 +802,15 @@ def notices_of(results: Sequence[ToJson], stale: Sequence[str] = ()) -> list[Not
         results: of a command.
         stale: a line for each accepted fault that was not found again.
     """
-    notices = [Notice("error", "no-longer-found", line, place="pyproject.toml") for line in stale]
+    notices = [
+        Notice(
+            "error",
+            "no-longer-found",
+            line,
+            place="pyproject.toml",
+        )
+        for line in stale
+    ]
     for result in reversed(results):
         file = result.loop if result.loop.endswith(".py") else result.loop.rpartition(":")[0]
         anywhere = file if file.endswith(".py") else None
