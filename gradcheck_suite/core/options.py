@@ -100,7 +100,12 @@ def integer(low: int, high: int | None = None, expected: str = "") -> Values:
 def one_of(names: Iterable[str], read: Callable[[str], Any] = str) -> Values:
     """Return some names."""
     allowed = tuple(names)
-    return Values(f"one of {', '.join(allowed)}", allowed.__contains__, read, allowed)
+    return Values(
+        f"one of {', '.join(allowed)}",
+        allowed.__contains__,
+        read,
+        allowed,
+    )
 
 
 def _is_number(value: Any, least: float) -> bool:

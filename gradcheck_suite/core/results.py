@@ -541,7 +541,14 @@ def _notice_of(one: Found) -> Notice:
     """Return a finding as CI systems show it."""
     times = f" ({one.steps} times)" if one.steps > 1 else ""
     level = "error" if one.fails else one.severity
-    return Notice(level, one.name, f"{one.sentence}{times}", one.remedy, one.place, one.reason)
+    return Notice(
+        level,
+        one.name,
+        f"{one.sentence}{times}",
+        one.remedy,
+        one.place,
+        one.reason,
+    )
 
 
 def _moved(data: Mapping[str, Any]) -> MovedByZeros:
@@ -788,7 +795,15 @@ def notices_of(results: Sequence[Result], stale: Sequence[str] = ()) -> list[Not
         results: of a command.
         stale: a line for each accepted fault that was not found again.
     """
-    notices = [Notice("error", "no-longer-found", line, place="pyproject.toml") for line in stale]
+    notices = [
+        Notice(
+            "error",
+            "no-longer-found",
+            line,
+            place="pyproject.toml",
+        )
+        for line in stale
+    ]
     for result in reversed(results):
         file = result.loop if result.loop.endswith(".py") else result.loop.rpartition(":")[0]
         anywhere = file if file.endswith(".py") else None

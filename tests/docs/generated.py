@@ -213,9 +213,18 @@ def _described(module: str, name: str) -> str:
 
 
 def _methods(found: Any) -> list[Any]:
-    """Return the public methods that a class defines itself."""
-    own = vars(found).values() if inspect.isclass(found) else ()
-    return [one for one in own if inspect.isfunction(one) and not one.__name__.startswith("_")]
+    """Return the public methods of a class, those of the private classes that it is made of first."""
+    if not inspect.isclass(found):
+        return []
+    parts = [one for one in reversed(found.__mro__) if one is found or one.__name__.startswith("_")]
+    own: dict[str, Any] = {}
+    for part in parts:
+        own |= vars(part)
+    return [
+        method
+        for name, method in own.items()
+        if inspect.isfunction(method) and not name.startswith("_")
+    ]
 
 
 def _signature(found: Any) -> str:
