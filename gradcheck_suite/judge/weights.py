@@ -278,11 +278,11 @@ def dropped_text(w: Weights, wrong: Steps) -> str:
 
 def repeated_text(w: Weights, wrong: Steps) -> str:
     """Return which micro-batches are there several times, how often, and which are missing."""
-    twice = [
-        j for j, ratio in zip(w.inside, w.ratio, strict=True) if ratio > 1 and not w.close(ratio, 1)
-    ]
-    gone = [j for j, ratio in zip(w.inside, w.ratio, strict=True) if ratio == 0]
-    times = sorted({f"{ratio:.6g}" for ratio in w.ratio if ratio > 1 and not w.close(ratio, 1)})
+    ratios = dict(zip(w.inside, w.ratio, strict=True))
+    more = {j: ratio for j, ratio in ratios.items() if ratio > 1 and not w.close(ratio, 1)}
+    twice = list(more)
+    gone = [j for j, ratio in ratios.items() if ratio == 0]
+    times = sorted({f"{ratio:.6g}" for ratio in more.values()})
     message = f"micro-batches {twice} of the window are in the gradient {' or '.join(times)} times"
     message = message.replace(" 2 times", " twice")
     return f"{message}{f', and {gone} not at all' if gone else ''}{_in_common(wrong)}"
