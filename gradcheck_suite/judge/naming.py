@@ -667,8 +667,7 @@ def _cut_elsewhere(wrong: Steps) -> bool:
     if all(map(_ranks_have_whole_parts, wrong)):
         return False
     for w in wrong:
-        held = [j for j, n in enumerate(w.counts) if n and w.observed[j]]
-        runs = [*groupby(enumerate(held), lambda pair: pair[1] - pair[0])]
+        runs = [*groupby(enumerate(w.held), lambda pair: pair[1] - pair[0])]
         # after the last micro-batch of an epoch comes the first one
         is_end = w.epoch > 0 or w.index == len(w.windows) - 1
         lacks_its_own = len(w.window) > 1 and not np.any(w.ratio)
@@ -694,15 +693,14 @@ def _ranks_have_whole_parts(w: Weights) -> bool:
 
 
 def _cut_text(w: Weights, wrong: Steps) -> str:
-    held = [j for j, n in enumerate(w.counts) if n and w.observed[j]]
     return (
-        f"the step holds micro-batches {held}, where its window is {list(w.window)}: windows begin"
+        f"the step holds micro-batches {w.held}, where its window is {list(w.window)}: windows begin"
         " and end at other places"
     )
 
 
 def _other_text(w: Weights, wrong: Steps) -> str:
-    gone = [j for j, ratio in zip(w.inside, w.ratio, strict=True) if not ratio]
+    gone = w.missing
     held = f"micro-batches {w.foreign} of other windows are in the gradient" if w.foreign else ""
     missing = f"micro-batches {gone} of the window are not in the gradient" if gone else ""
     return ", and ".join(filter(None, (held, missing)))
