@@ -18,12 +18,12 @@ from typing import Any
 import gradcheck_suite.core
 from gradcheck_suite.cli import PROGRAM, exit_status
 from gradcheck_suite.cli.arguments import OutputOptions
+from gradcheck_suite.core.causes import CAUSES
 from gradcheck_suite.core.contract import ASSUMPTIONS
 from gradcheck_suite.core.faults import FAULTS
 from gradcheck_suite.core.findings import FINDINGS
 from gradcheck_suite.core.options import OF_COMMANDS, Option, VerifyOptions, options_of
 from gradcheck_suite.loops.trainers import TRAINERS
-from gradcheck_suite.port.causes import CAUSES
 from gradcheck_suite.pytest_plugin import SECOND_OPINION_S
 from tests.docs.pages import ROOT
 
@@ -61,7 +61,7 @@ def causes() -> str:
     """Return the table of the causes that a port may differ by."""
     return table(
         ["cause", "what differs", "what to do"],
-        ([f"`{name}`", *cause] for name, cause in CAUSES.items()),
+        ([f"`{one.name}`", one.meaning, one.remedy] for one in CAUSES.values()),
     )
 
 
