@@ -314,7 +314,7 @@ def _items_of(term: LossTerm) -> Var | None:
     return next((one for one in term.levels if one.shape and one.shape[0] > 1), None)
 
 
-def mixing_of(program: Program, term: LossTerm, replaced: Var, given: Mapping[Var, Any]) -> Any:
+def mixing_of(program: Program, term: LossTerm, replaced: Var, values: dict[Var, Any]) -> Any:
     """Return by how much items change when a row of an input that they do not belong to does.
 
     The first row becomes the last one; items of other rows should stay as they are. Relative to the
@@ -325,25 +325,37 @@ def mixing_of(program: Program, term: LossTerm, replaced: Var, given: Mapping[Va
         program: the loss.
         term: of it.
         replaced: one of its `row_inputs`.
-        given: the values of its inputs and constants.
+        values: of its inputs and constants, and of what was computed of them so far.
     """
     items = _items_of(term)
     assert items is not None
-    array = jnp.asarray(given[replaced])
-    before = program.evaluate([items], given)[0].astype(jnp.float32)
+    array = jnp.asarray(values[replaced])
+    before = program.extend([items], values)[0].astype(jnp.float32)
+    affected = program.affected(replaced)
+    others = {var: value for var, value in values.items() if var not in affected}
+    largest = jnp.max(jnp.abs(before))
 
-    def along(axis: int) -> Any:
-        rows = jnp.moveaxis(array, axis, 0)
-        changed = jnp.moveaxis(rows.at[0].set(rows[-1]), 0, axis)
-        after = program.evaluate([items], {**given, replaced: changed})[0].astype(jnp.float32)
+    def items_for(changed: Any) -> Any:
+        found = program.evaluate([items], {**others, replaced: changed})
+        return found[0].astype(jnp.float32)
+
+    def change(axis: int, after: Any) -> Any:
         block = items.shape[axis] // array.shape[axis]
-        others = jnp.moveaxis(before - after, axis, 0)[block:]
-        largest = jnp.max(jnp.abs(before))
-        return jnp.max(jnp.abs(others)) / jnp.where(largest == 0, 1, largest)
+        of_others = jnp.moveaxis(before - after, axis, 0)[block:]
+        return jnp.max(jnp.abs(of_others)) / jnp.where(largest == 0, 1, largest)
 
-    of_rows = along(0)
     has_time = items.shape[:2] == array.shape[:2] and len(array.shape) > 1 and array.shape[1] > 1
-    return jnp.minimum(of_rows, along(1)) if has_time else of_rows
+    if not has_time:
+        return change(0, items_for(_with_other_row(array, 0)))
+    both = jnp.stack([_with_other_row(array, axis) for axis in (0, 1)])
+    after = jax.lax.map(items_for, both)  # compiled once for both
+    return jnp.minimum(change(0, after[0]), change(1, after[1]))
+
+
+def _with_other_row(array: Any, axis: int) -> Any:
+    """Return an array whose first row along an axis is its last one."""
+    rows = jnp.moveaxis(array, axis, 0)
+    return jnp.moveaxis(rows.at[0].set(rows[-1]), 0, axis)
 
 
 def _is_key(aval: Any) -> bool:
@@ -469,16 +481,21 @@ OWN, ENTERED, DIFFERENCE, IDENTITY = range(4)
 how much the function's result differs from its first input of the same shape."""
 
 
-def check_rule(program: Program, rule: CustomRule, given: Mapping[Var, Any]) -> Any:
+def check_rule(program: Program, rule: CustomRule, known: dict[Var, Any]) -> Any:
     """Return how the gradient of a rule compares with that of the function's forward, (4,) float32.
 
     Both are taken at the inputs of the run, for one random cotangent.
+
+    Args:
+        program: the loss.
+        rule: a call in it.
+        known: the values of its inputs and constants, and of what was computed of them so far.
     """
     for turn in rule.turns:
-        given = turn.given(program.evaluate(turn.equation.ins, given))
+        known = turn.given(program.extend(turn.equation.ins, known))
         program = turn.body
     equation = rule.equation
-    values = program.evaluate(equation.ins, given)
+    values = program.extend(equation.ins, known)
     moved = [i for i in rule.trained if is_float(jnp.asarray(values[i]))]
     body = equation.params.get("call_jaxpr", equation.params.get("fun_jaxpr"))
     jaxpr, constants = opened(body)
