@@ -201,9 +201,11 @@ def adds_up_over_devices(program: Program, trained: Sequence[Var]) -> bool:
 def varying(aval: Any) -> frozenset[str]:
     """Return the axes of `shard_map` that a value differs over.
 
-    JAX 0.10 moved them from `aval.vma` to `aval.mat`.
+    JAX 0.10 moved them from `aval.vma` to `aval.mat`, which a `ShapeDtypeStruct` calls
+    `manual_axis_type`.
     """
-    known = getattr(getattr(aval, "mat", None), "varying", None)
+    of_type = getattr(aval, "mat", None) or getattr(aval, "manual_axis_type", None)
+    known = getattr(of_type, "varying", None)
     return frozenset((getattr(aval, "vma", None) if known is None else known) or ())
 
 
@@ -403,6 +405,34 @@ class Turn:
 
 
 @dataclass(frozen=True, eq=False)
+class Branch:
+    """A branch of a `cond`, as a program of its own.
+
+    Attributes:
+        equation: the `cond`.
+        number: of the branch.
+        body: what it does.
+    """
+
+    equation: Equation
+    number: int
+    body: Program
+
+    def given(self, values: Sequence[Any]) -> dict[Var, Any]:
+        """Return the values of the body's inputs.
+
+        Args:
+            values: the operands of the `cond`.
+        """
+        return dict(zip(self.body.inputs, values[1:], strict=True))
+
+    def is_taken(self, values: Sequence[Any]) -> Any:
+        """Return whether the branch is taken; traceable."""
+        last = len(self.equation.params["branches"]) - 1
+        return jnp.clip(jnp.asarray(values[0], jnp.int32), 0, last) == self.number
+
+
+@dataclass(frozen=True, eq=False)
 class CustomRule:
     """A call of a function with a backward of its own.
 
@@ -412,14 +442,14 @@ class CustomRule:
         line: of the call.
         trained: the operands that a gradient goes back to: of others, such as a mask, a rule may
             return zeros.
-        turns: the scans that it stands in, the outermost first.
+        inside: the scans and branches that it stands in, the outermost first.
     """
 
     equation: Equation
     name: str
     line: str
     trained: tuple[int, ...]
-    turns: tuple[Turn, ...] = ()
+    inside: tuple[Turn | Branch, ...] = ()
 
 
 MOST_ALIKE = 2
@@ -436,7 +466,9 @@ def custom_rules(program: Program, trained: Sequence[Var]) -> list[CustomRule]:
     return list(itertools.chain.from_iterable(last))
 
 
-def _all_rules(program: Program, trained: set[Var], turns: tuple[Turn, ...]) -> list[CustomRule]:
+def _all_rules(
+    program: Program, trained: set[Var], inside: tuple[Turn | Branch, ...]
+) -> list[CustomRule]:
     reached = program.dependents(trained)
     found = list[CustomRule]()
     for equation in program.equations:
@@ -445,10 +477,16 @@ def _all_rules(program: Program, trained: set[Var], turns: tuple[Turn, ...]) -> 
         if equation.name in CUSTOM_VJP:
             name = str(equation.params.get("name") or _name_of(equation))
             own = tuple(i for i, one in enumerate(equation.ins) if one in reached)
-            found.append(CustomRule(equation, name, equation.line, own, turns))
+            found.append(CustomRule(equation, name, equation.line, own, inside))
         elif equation.name == "scan" and equation.params["length"]:
             turn = Turn(equation, flatten(equation.params["jaxpr"]))
-            found += _all_rules(turn.body, _reached_inside(turn, reached), (*turns, turn))
+            found += _all_rules(turn.body, _reached_inside(turn, reached), (*inside, turn))
+        elif equation.name == "cond":
+            for number, one in enumerate(equation.params["branches"]):
+                branch = Branch(equation, number, flatten(one))
+                pairs = zip(equation.ins[1:], branch.body.inputs, strict=True)
+                of_branch = {inner for outer, inner in pairs if outer in reached}
+                found += _all_rules(branch.body, of_branch, (*inside, branch))
     return found
 
 
@@ -491,9 +529,13 @@ def check_rule(program: Program, rule: CustomRule, known: dict[Var, Any]) -> Any
         rule: a call in it.
         known: the values of its inputs and constants, and of what was computed of them so far.
     """
-    for turn in rule.turns:
-        known = turn.given(program.extend(turn.equation.ins, known))
-        program = turn.body
+    is_called: Any = True
+    for part in rule.inside:
+        operands = program.extend(part.equation.ins, known)
+        if isinstance(part, Branch):
+            is_called &= part.is_taken(operands)
+        known = part.given(operands)
+        program = part.body
     equation = rule.equation
     values = program.extend(equation.ins, known)
     moved = [i for i in rule.trained if is_float(jnp.asarray(values[i]))]
@@ -524,7 +566,8 @@ def check_rule(program: Program, rule: CustomRule, known: dict[Var, Any]) -> Any
     distance = jnp.float32(jnp.nan)
     if results and inputs[0].shape == results[0].shape:
         distance = _norm(_flat(inputs[:1]) - _flat(results[:1]))
-    return jnp.stack([_norm(own), _norm(entered), _norm(own - entered), distance])
+    found = jnp.stack([_norm(own), _norm(entered), _norm(own - entered), distance])
+    return jnp.where(is_called, found, jnp.nan)
 
 
 def _cotangent(index: int, result: Any) -> Any:

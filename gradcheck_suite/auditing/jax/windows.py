@@ -356,7 +356,7 @@ class Optimizer:
         generation: of what is known; another one tells that events before it were not seen.
         steps: their number.
         reached: of each leaf, whether some gradient of it was not 0.
-        names: of the leaves of its gradient.
+        is_apart: whether devices that began alike have stepped on gradients of their own.
         held: what it held back.
         turns: whether some update of it was against the gradient it was given, as a step is.
         mark: of its first update.
@@ -373,7 +373,7 @@ class Optimizer:
     generation: int = 0
     steps: int = 0
     reached: Vector | None = None
-    names: Sequence[str] = ()
+    is_apart: bool = False
     held: HeldBack = field(default_factory=HeldBack)
     turns: bool = False
     mark: UpdateMark | None = None
