@@ -671,7 +671,11 @@ def _drawn(seed: int) -> Program:
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    hypothesis.seed(seed)(settings(hypothesis.given(strategy)(found.append)))()
+
+    def take(program: Program) -> None:
+        found.append(program)
+
+    hypothesis.seed(seed)(settings(hypothesis.given(strategy)(take)))()
     return found[-1]
 
 
