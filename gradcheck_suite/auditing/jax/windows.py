@@ -499,13 +499,16 @@ def is_uneven(window: Window) -> bool:
     return len(sizes) > 1 and not near(sizes, sizes.max(), window.tolerance)
 
 
-def clipped_norm(window: Window) -> bool:
-    """Return whether gradients were cut to one norm before they were added up."""
+def norms_alike(window: Window) -> int:
+    """Return how many gradients were cut to the norm of another one before they were added up."""
     sizes = np.array([c for c in window.coefficients if c])
     norms = np.array([column.norm for column in window.used])
     if len(sizes) < 2 or (sizes <= 0).any() or near(sizes, sizes.max(), window.tolerance):
-        return False
+        return 0
     cut = sizes < sizes.max() * (1 - window.tolerance)
     limits = (sizes * norms)[cut]
     alike = cut.sum() > 1 and near(limits, limits[0], max(1e-3, window.tolerance))
-    return bool(alike and ((sizes * norms)[~cut] <= limits[0] * 1.01).all())
+    if not alike or not ((sizes * norms)[~cut] <= limits[0] * 1.01).all():
+        return 0
+    reached = (sizes * norms)[~cut] >= limits[0] * (1 - max(1e-3, window.tolerance))
+    return int(cut.sum() + reached.sum()) - 1
