@@ -167,25 +167,8 @@ clips = precondition(
 )
 
 
-class GradStates(RuleBasedStateMachine):
-    """A state machine of Hypothesis over everything that changes `.grad`.
-
-    `hypothesis.stateful.run_state_machine_as_test(lambda: GradStates(...))` runs it. A subclass
-    leaves out a rule by setting its name to None, and can add rules.
-
-    Args:
-        device: the device of the parameters.
-        make_parameter: tensor of shape (2,) on `device` -> a parameter; by default
-            `torch.nn.Parameter`.
-        optimizer: list of parameters -> an optimizer. Each of its steps must equal that of a second
-            optimizer, whose parameters are plain tensors with gradients that are not shared. By
-            default the optimizers are `torch.optim.SGD`, plain, foreach and fused, whose steps a
-            formula predicts.
-
-    Attributes:
-        steps: the optimizers that step: `"plain"`, `"foreach"`, `"fused"`, and `"first"`, which has
-            only the first parameter.
-    """
+class _Model(RuleBasedStateMachine):
+    """The model of every `.grad`, and what must hold of torch after each rule."""
 
     steps: tuple[str, ...] = ("plain", "foreach", "fused", "first")
 
@@ -410,6 +393,21 @@ class GradStates(RuleBasedStateMachine):
             for name in self.steps
         }
 
+    def take_reference(self, grad: Gradient) -> None:
+        """Keep a gradient, a tensor of the same memory, and a copy."""
+        assert grad.tensor is not None
+        detached = grad.tensor.detach()
+        self.held += [grad, Gradient(grad.memory, tensor=detached)]
+        self.held.append(Gradient(grad.memory.copy(), tensor=detached.clone()))
+
+    def plain(self, value: Array) -> torch.Tensor:
+        """Return numbers as a tensor of the machine's dtype and device."""
+        return torch.tensor(value, dtype=self.dtype, device=self.device)
+
+
+class _BackwardRules(_Model):
+    """The rules that add to gradients."""
+
     @small
     @rule(c=coefficients, how=st.sampled_from(("plain", "twice", "no_grad")))
     def backward(self, c: Coefficients, how: str) -> None:
@@ -506,6 +504,10 @@ class GradStates(RuleBasedStateMachine):
         )
         self.held.append(Gradient(Memory().add([(1.0, term)]), tensor=leaf.grad))
 
+
+class _GradientRules(_Model):
+    """The rules that read, reset or change gradients which are there."""
+
     @with_gradients
     @rule()
     def take_references(self) -> None:
@@ -514,13 +516,6 @@ class GradStates(RuleBasedStateMachine):
         for p in self.parameters:
             if p.grad is not None:
                 self.take_reference(p.grad)
-
-    def take_reference(self, grad: Gradient) -> None:
-        """Keep a gradient, a tensor of the same memory, and a copy."""
-        assert grad.tensor is not None
-        detached = grad.tensor.detach()
-        self.held += [grad, Gradient(grad.memory, tensor=detached)]
-        self.held.append(Gradient(grad.memory.copy(), tensor=detached.clone()))
 
     @with_gradients
     @rule(which=resets)
@@ -631,6 +626,27 @@ class GradStates(RuleBasedStateMachine):
                 handle.remove()
             p.hooks.clear()
 
+
+class GradStates(_GradientRules, _BackwardRules):
+    """A state machine of Hypothesis over everything that changes `.grad`.
+
+    `hypothesis.stateful.run_state_machine_as_test(lambda: GradStates(...))` runs it. A subclass
+    leaves out a rule by setting its name to None, and can add rules.
+
+    Args:
+        device: the device of the parameters.
+        make_parameter: tensor of shape (2,) on `device` -> a parameter; by default
+            `torch.nn.Parameter`.
+        optimizer: list of parameters -> an optimizer. Each of its steps must equal that of a second
+            optimizer, whose parameters are plain tensors with gradients that are not shared. By
+            default the optimizers are `torch.optim.SGD`, plain, foreach and fused, whose steps a
+            formula predicts.
+
+    Attributes:
+        steps: the optimizers that step: `"plain"`, `"foreach"`, `"fused"`, and `"first"`, which has
+            only the first parameter.
+    """
+
     @small
     @rule(which=optimizers, closure=st.one_of(st.none(), coefficients))
     def step(self, which: str, closure: Coefficients | None) -> None:
@@ -674,10 +690,6 @@ class GradStates(RuleBasedStateMachine):
         twin.step()
         for p, each in zip(stepped, plain, strict=True):
             p.value = self.read(each)
-
-    def plain(self, value: Array) -> torch.Tensor:
-        """Return numbers as a tensor of the machine's dtype and device."""
-        return torch.tensor(value, dtype=self.dtype, device=self.device)
 
     @rule(name=names, flag=st.booleans())
     def requires_grad_(self, name: int, flag: bool) -> None:

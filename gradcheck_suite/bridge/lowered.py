@@ -573,4 +573,10 @@ def _compared(
         if np.any(right):
             factor = float(np.sum(got * right) / np.sum(right * right))
             factor = factor if np.max(np.abs(got - factor * right)) <= allowed else None
-    return WrongBackward(kind, number, worst / (largest or 1.0), allowed / (largest or 1.0), factor)
+    return WrongBackward(
+        kind,
+        number,
+        worst / (largest or 1.0),
+        allowed / (largest or 1.0),
+        factor,
+    )

@@ -127,7 +127,12 @@ def on(
 
     Without options, these are every combination of the choices.
     """
-    return Variants(forms, product(**choices) if options is None else options, fits, min_features)
+    return Variants(
+        forms,
+        product(**choices) if options is None else options,
+        fits,
+        min_features,
+    )
 
 
 _FORM_NAMES = {
@@ -340,7 +345,13 @@ def _prefix_mask(rng: np.random.Generator, items: int, length: int) -> Bools:
 
 
 def _sequence(options: Options, rng: np.random.Generator, items: int) -> Arrays:
-    arrays = _normal(options, rng, items, options["length"], options["size"])
+    arrays = _normal(
+        options,
+        rng,
+        items,
+        options["length"],
+        options["size"],
+    )
     if options["padded"]:
         arrays["mask"] = _prefix_mask(rng, items, options["length"])
     return arrays

@@ -244,7 +244,13 @@ def _pooling(
         return _every_window_holds_a_pixel(signal, o) and _has_usual_size(signal, o)
 
     variants = on("image", options=options, fits=fits)
-    return LayerDefinition(name, variants, _pooled, lambda signal, o: module(o), jax_apply)
+    return LayerDefinition(
+        name,
+        variants,
+        _pooled,
+        lambda signal, o: module(o),
+        jax_apply,
+    )
 
 
 def _bins(x: jax.Array, size: int) -> Iterator[tuple[slice, slice]]:
@@ -270,7 +276,13 @@ def _adaptive(
         return jnp.stack(pooled, -1).reshape(*x.shape[:2], o["size"], o["size"])
 
     variants = on("image", fits=lambda signal, o: signal.positions == (4, 5), size=(1, 2))
-    return LayerDefinition(name, variants, out, lambda signal, o: module(o["size"]), jax_apply)
+    return LayerDefinition(
+        name,
+        variants,
+        out,
+        lambda signal, o: module(o["size"]),
+        jax_apply,
+    )
 
 
 # Pooling of a sequence to one vector: the mean, maximum or last of its valid positions.
@@ -496,7 +508,14 @@ def _normalization(  # noqa: PLR0913 - the arguments of a kind of layer
         return make(*groups, signal.features, eps=EPS, **{affine: o["affine"]}).train()
 
     variants = variants or on(*forms, affine=(False, True))
-    return LayerDefinition(name, variants, out or same, torch_module, jax_apply, axes=axes)
+    return LayerDefinition(
+        name,
+        variants,
+        out or same,
+        torch_module,
+        jax_apply,
+        axes=axes,
+    )
 
 
 def _batch_norm_in_train_mode(signal: Signal, options: Options) -> torch.nn.Module:

@@ -116,11 +116,21 @@ def worst_difference(observed: Vector, expected: Vector, allowed: Vector) -> Dif
         allowed: (P,), at least 0: the bound of each element.
     """
     if not len(observed):
-        return Difference(0, 0.0, 0.0, 0)
+        return Difference(
+            0,
+            0.0,
+            0.0,
+            0,
+        )
     with np.errstate(invalid="ignore"):
         error = elementwise_error(observed, expected)
     with np.errstate(divide="ignore"):
-        ratio = np.divide(error, allowed, out=np.zeros_like(error), where=error > 0)
+        ratio = np.divide(
+            error,
+            allowed,
+            out=np.zeros_like(error),
+            where=error > 0,
+        )
     index = int(np.argmax(ratio))
     return Difference(
         index, float(error[index]), float(allowed[index]), int(np.count_nonzero(error > allowed))
@@ -371,7 +381,12 @@ def coarse_bound(
         layout: layout of the vector.
         smallest: as for `accumulation_bound`.
     """
-    return accumulation_bound(layout.spread(_finite(sizes)), terms, dtype, smallest=smallest)
+    return accumulation_bound(
+        layout.spread(_finite(sizes)),
+        terms,
+        dtype,
+        smallest=smallest,
+    )
 
 
 def _finite(vector: Vector) -> Vector:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
 from gradcheck_suite.core.case import DEVICES, DTYPES, MAX_SEED, is_integer
+from gradcheck_suite.core.causes import CAUSES, is_cause
 from gradcheck_suite.core.contract import (
     ASSUMPTIONS,
     AUTOCAST_DTYPES,
@@ -99,7 +100,12 @@ def integer(low: int, high: int | None = None, expected: str = "") -> Values:
 def one_of(names: Iterable[str], read: Callable[[str], Any] = str) -> Values:
     """Return some names."""
     allowed = tuple(names)
-    return Values(f"one of {', '.join(allowed)}", allowed.__contains__, read, allowed)
+    return Values(
+        f"one of {', '.join(allowed)}",
+        allowed.__contains__,
+        read,
+        allowed,
+    )
 
 
 def _is_number(value: Any, least: float) -> bool:
@@ -132,7 +138,7 @@ class _Entries(Values):
             if not isinstance(value.get(key), str) or not value[key].strip():
                 raise UsageError(f"{key} is no text: expected {self.expected}, got {value!r}")
         for name in sorted(names_of(value["fault"])):
-            one_of((*FAULTS, *FINDINGS)).checked(name)
+            one_of((*FAULTS, *FINDINGS, *CAUSES)).checked(name)
         if "line" in value:
             POSITIVE_INTEGER.checked(value["line"])
         return Accepted(**value)
@@ -639,6 +645,10 @@ class AuditOptions(Options):
 # The options of a comparison of a port.
 
 
+def _is_acceptable_cause(value: Any) -> bool:
+    return isinstance(value, str) and is_cause(value.partition("@")[0])
+
+
 @dataclass(frozen=True)
 class PortOptions(Options):
     """How a JAX model is compared with a torch module."""
@@ -664,6 +674,20 @@ class PortOptions(Options):
         " that of float64",
         "--dtype",
         metavar="DTYPE",
+        in_project=True,
+    )
+    accept: tuple[str, ...] = option(
+        (),
+        Values(
+            "NAME, NAME@FILE or NAME@FILE:LINE, with the name of a cause",
+            _is_acceptable_cause,
+            names=tuple(CAUSES),
+        ),
+        "report a difference of this cause, everywhere or at one place, as accepted, and judge the"
+        " rest",
+        "--accept",
+        metavar="NAME[@FILE[:LINE]]",
+        repeatable=True,
         in_project=True,
     )
     show_map: bool = option(

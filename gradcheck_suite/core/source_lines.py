@@ -316,7 +316,8 @@ def _line_to_change(syntax: LoopSyntax, violation: Violation, file: str) -> int 
     if of_resets and has_remedy and remedy_of(violation.diagnosis) not in remedy:
         return None
     finds = (find for known, find in CHANGES if names and names <= {*known})
-    return next((line for find in finds if (line := find(syntax)) is not None), None)
+    lines = (find(syntax) for find in finds)
+    return next((line for line in lines if line is not None), None)
 
 
 def loop_lines(loop: Any) -> tuple[str, range] | None:

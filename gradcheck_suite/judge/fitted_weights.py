@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any, Literal
 
 import numpy as np
@@ -172,10 +173,26 @@ def find_stolen_buffers(
             f" and the sum of the earlier micro-batches is lost. Over {len(batches)} micro-batches"
             f" set_to_none and zero_ differ by {error[name]:.3g}"
         )
-        found.append(StolenBuffer("rewritten", name, None, error[name], why))
+        found.append(
+            StolenBuffer(
+                "rewritten",
+                name,
+                None,
+                error[name],
+                why,
+            )
+        )
     for a, b in shared:
         why = f"{a}.grad and {b}.grad overlap in memory, so what is added to one changes the other"
-        found.append(StolenBuffer("shared", a, b, max(error[a], error[b]), why))
+        found.append(
+            StolenBuffer(
+                "shared",
+                a,
+                b,
+                max(error[a], error[b]),
+                why,
+            )
+        )
     return tuple(found)
 
 
@@ -245,10 +262,10 @@ def _shared(parameters: Parameters, loss: Callable[[], torch.Tensor]) -> list[tu
     places = sorted(
         (*_extent(g), name) for name, g in made.items() if not g.is_sparse and g.numel()
     )
+    # in order of their first bytes, two extents overlap where the later begins before the other ends
     return [
         (name, other)
-        for i, (_, end, name) in enumerate(places)
-        for start, _, other in places[i + 1 :]
+        for (_, end, name), (start, _, other) in combinations(places, 2)
         if start < end
     ]
 
@@ -287,7 +304,14 @@ def diagnose_case(
         return None
 
     def diagnosed(part: slice) -> Diagnosis | None:
-        return _diagnosed(window, epoch, gradients, comparison, part, alike=alike)
+        return _diagnosed(
+            window,
+            epoch,
+            gradients,
+            comparison,
+            part,
+            alike=alike,
+        )
 
     if whole := diagnosed(slice(0, len(comparison.observed))):
         return whole
@@ -430,10 +454,8 @@ def _diagnosed(
             continue
         values = np.zeros(len(everything))
         errors = np.zeros(len(everything))
-        values[members], errors[members] = (
-            fit.weights,
-            _errors(gradients[members], observed, allowed),
-        )
+        values[members] = fit.weights
+        errors[members] = _errors(gradients[members], observed, allowed)
         weights = replace(
             template,
             observed=np.where(np.abs(values) <= errors, 0.0, values),

@@ -210,7 +210,13 @@ def _of_sizes(
     right = probe.right_weights(read.window)
     values = _parameters_of(probe)
     found = diagnose_sizes(
-        Sizes(right, read.items, small_step, parameters=values, tolerance=probe.tolerance)
+        Sizes(
+            right,
+            read.items,
+            small_step,
+            parameters=values,
+            tolerance=probe.tolerance,
+        )
     )
     if found is None or found.name == "added-term":
         # a power of the loss adds a term as well
@@ -551,7 +557,13 @@ def _size_fault(e: Evidence, expected: Sequence[Vector], seen: Vector) -> Diagno
         return gradients[step][items] if step < len(gradients) else None
 
     unit = 64 * UNIT_ROUNDOFF[case.dtype]
-    sizes = Sizes(right[items], seen[items], louder=louder, tolerance=unit, dtype=case.dtype)
+    sizes = Sizes(
+        right[items],
+        seen[items],
+        louder=louder,
+        tolerance=unit,
+        dtype=case.dtype,
+    )
     return diagnose_sizes(sizes) or not_linear(
         f"a gradient of {size_text(right[items])} comes out as one of {size_text(seen[items])},"
         " while one of about 1 is right: something depends on the gradient's size (clipping,"
@@ -575,7 +587,12 @@ def explain_on_case(e: Evidence) -> Diagnosis | None:
     seen = None if outcome is None else gradient_of_step(outcome, window.reference, e.step)
     if seen is None:
         return None
-    there = replace(e, comparison=window.compare(seen), window=window, known_calls=(recorded, seen))
+    there = replace(
+        e,
+        comparison=window.compare(seen),
+        window=window,
+        known_calls=(recorded, seen),
+    )
     if there.comparison.ratio <= 1:
         if not e.window.moved or e.instance.case.dtype != "float64":
             return None
@@ -610,7 +627,12 @@ def _at_rest(e: Evidence, place: str) -> Diagnosis | None:
     # small
     if found is None or e.calls[0].called:
         found = diagnose_sizes(
-            Sizes(e.comparison.expected, e.comparison.observed, e.small, parameters=e.parameters)
+            Sizes(
+                e.comparison.expected,
+                e.comparison.observed,
+                e.small,
+                parameters=e.parameters,
+            )
         )
     sentence = (
         f"on {place}, {SIZE_DEPENDENT} the gradient's size (clipping, decay, normalizing) or on"
@@ -730,7 +752,12 @@ def _of_ranks(e: Evidence) -> Diagnosis | None:
     """
     if not e.instance.case.plan.ranks:
         return None
-    return wrong_reduction(e.window, e.comparison, e.runner.rank, alike=e.runner.alike)
+    return wrong_reduction(
+        e.window,
+        e.comparison,
+        e.runner.rank,
+        alike=e.runner.alike,
+    )
 
 
 def _of_whole_window(e: Evidence) -> Diagnosis | None:

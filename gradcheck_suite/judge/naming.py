@@ -84,7 +84,12 @@ def _one(w: Weights, values: Array) -> bool:
 
 def _right(w: Weights) -> npt.NDArray[np.bool_]:
     """Return (inside,): whether each micro-batch weighs what it should."""
-    right: npt.NDArray[np.bool_] = np.isclose(w.ratio, 1.0, rtol=w.tolerance, atol=0)
+    right: npt.NDArray[np.bool_] = np.isclose(
+        w.ratio,
+        1.0,
+        rtol=w.tolerance,
+        atol=0,
+    )
     return right
 
 
@@ -257,15 +262,23 @@ def rounded_to(w: Weights) -> str | None:
         return None
     off = float(np.abs(w.ratio - 1).max())
     wrong = ~_right(w)
+    readings = (w.observed[w.inside][wrong], w.per_mean[wrong])
     for name, digits in FORMATS.items():
-        for values in (
-            (w.observed[w.inside][wrong], w.per_mean[wrong]) if off <= 4 * 2.0**-digits else ()
-        ):
-            scaled = np.frexp(values)[0] * 2.0**digits
-            if np.abs(scaled - np.round(scaled)).max() <= 2.0**digits * 2.0**-50:
-                return name
+        if off <= 4 * 2.0**-digits and any(_has_digits(values, digits) for values in readings):
+            return name
+    return _decimals(w) if w.reduction == "mean" else None
+
+
+def _has_digits(values: npt.NDArray[np.float64], digits: int) -> bool:
+    """Whether no value has more binary digits, up to the rounding of float64."""
+    scaled = np.frexp(values)[0] * 2.0**digits
+    return bool(np.abs(scaled - np.round(scaled)).max() <= 2.0**digits * 2.0**-50)
+
+
+def _decimals(w: Weights) -> str | None:
+    """Return the number of decimals to which the weights of means seem to be rounded, or None."""
     right = w.expected * _counts(w)
-    for decimals in range(1, MOST_DECIMALS + 1) if w.reduction == "mean" else ():
+    for decimals in range(1, MOST_DECIMALS + 1):
         if w.close(w.per_mean, np.round(right, decimals)):
             return f"{decimals} decimal{'s' if decimals > 1 else ''}"
     return None
@@ -920,10 +933,8 @@ def _scale(steps: Steps) -> tuple[bool, Text, tuple[str, ...]]:
         why = f": {meaning}"
         causes = (cause,)
     elif found:
-        why, causes = (
-            f", which is {' or '.join(text for text, _ in found)}",
-            tuple(of for _, of in found),
-        )
+        why = f", which is {' or '.join(text for text, _ in found)}"
+        causes = tuple(of for _, of in found)
     elif added is not None:
         why = f", as where {added:.3g} is added to the window's count"
         causes = ("divided-twice",)

@@ -88,13 +88,12 @@ class HeldSteps:
 
         None at all where a step has a part of one alone.
         """
-        turn_of = {j: t for t, turn in enumerate(self.turns) for j in turn}
+        turn_of: dict[int, int] = {}
+        for number, turn in enumerate(self.turns):
+            turn_of |= dict.fromkeys(turn, number)
         steps = [frozenset(turn_of[j] for j in step) for step in self.held]
-        exact = all(
-            step.issuperset(self.turns[t])
-            for step, turns in zip(self.held, steps, strict=True)
-            for t in turns
-        )
+        whole = [frozenset().union(*(self.turns[number] for number in step)) for step in steps]
+        exact = all(map(frozenset.issuperset, self.held, whole))
         return steps if exact else []
 
 

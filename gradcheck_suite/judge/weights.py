@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -171,7 +172,8 @@ class Diagnosis:
         assert not self.name or self.names <= FAULTS.keys(), (
             f"{self.name}: no row in core/faults.py"
         )
-        known = {cause for name in self.names if name for cause in FAULTS[name].causes}
+        rows = [FAULTS[name] for name in self.names if name]
+        known = set(chain.from_iterable(row.causes for row in rows))
         assert known.issuperset(self.causes), (
             f"{self.name}: no such cause in core/faults.py: {self.causes}"
         )
@@ -196,9 +198,9 @@ class Diagnosis:
 def any_of(diagnoses: Iterable[Diagnosis]) -> Diagnosis:
     """Return the diagnosis that leaves several open: their names, sentences and causes, each once."""
     diagnoses = list(diagnoses)
-    names = dict.fromkeys(name for one in diagnoses for name in one.name.split(" or "))
+    names = dict.fromkeys(chain.from_iterable(one.name.split(" or ") for one in diagnoses))
     sentences = dict.fromkeys(one.sentence for one in diagnoses)
-    causes = dict.fromkeys(cause for one in diagnoses for cause in one.causes)
+    causes = dict.fromkeys(chain.from_iterable(one.causes for one in diagnoses))
     return Diagnosis(" or ".join(names), "; or: ".join(sentences), causes=tuple(causes))
 
 

@@ -454,7 +454,14 @@ class JaxObserver:
                 return np.int32(parent)
             of_parent = [call for call in self._calls if call.parent == int(parent)]
             if not of_parent or len(of_parent[-1].seen) == of_parent[-1].devices:
-                self._calls.append(_Call(len(self._calls) + 1, int(parent), devices, eager))
+                self._calls.append(
+                    _Call(
+                        len(self._calls) + 1,
+                        int(parent),
+                        devices,
+                        eager,
+                    )
+                )
                 of_parent = self._calls[-1:]
             of_parent[-1].seen[int(device)] = seen  # type: ignore[assignment]
             return np.int32(of_parent[-1].number)
@@ -695,7 +702,12 @@ def _run(loop: Loop, instance: Instance, optax: Any, time_limit_s: float | None)
             Outcome(
                 observations=seen,
                 start=start,
-                beginning=Observation((), start, [{}], [names]),
+                beginning=Observation(
+                    (),
+                    start,
+                    [{}],
+                    [names],
+                ),
                 parameters=seen[-1].after if seen else start,
                 structure=observer.structure,
                 keeps_non_finite=observer.is_multi_steps,

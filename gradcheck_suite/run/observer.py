@@ -178,7 +178,14 @@ class Observer:
                 ),
             }
         gradients = self._gradients()
-        self._evaluations.append(Evaluation(gradients, self.values(), sparse, copied(loss)))
+        self._evaluations.append(
+            Evaluation(
+                gradients,
+                self.values(),
+                sparse,
+                copied(loss),
+            )
+        )
 
     def _gradients(self) -> dict[str, torch.Tensor | None]:
         return {

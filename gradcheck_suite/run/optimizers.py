@@ -286,7 +286,12 @@ def fault_between(
             sentence += ": it has the value from before the step again"
         elif is_same(start[name], value):
             sentence += ": it has its initial value again"
-        return ParameterFault("parameter-drift", name, sentence, largest_error(value, left))
+        return ParameterFault(
+            "parameter-drift",
+            name,
+            sentence,
+            largest_error(value, left),
+        )
     for name, kept in ({} if state is None else previous.state_after).items():
         assert state is not None
         if lost := sorted(map(str, kept.keys() - state.get(name, {}).keys())):
@@ -370,12 +375,24 @@ def fault_of_step(
             continue
         if is_same(before[name], after[name]):
             sentence = f"the step left {name} as it was, and {who} changes it on the same gradients"
-            return ParameterFault("parameter-not-updated", name, sentence, error, allowed[name])
+            return ParameterFault(
+                "parameter-not-updated",
+                name,
+                sentence,
+                error,
+                allowed[name],
+            )
         sentence = (
             f"the step changed {name} otherwise than {who} does on the same gradients, settings and"
             " state"
         )
-        return ParameterFault("wrong-update", name, sentence, error, allowed[name])
+        return ParameterFault(
+            "wrong-update",
+            name,
+            sentence,
+            error,
+            allowed[name],
+        )
     return None
 
 

@@ -322,7 +322,12 @@ def clamp(self: Array, low: Any = None, high: Any = None) -> Array:
     x = jnp.asarray(self, dtype)
     low, high = (None if bound is None else jnp.asarray(bound, dtype) for bound in (low, high))
     if SHARES_TIES and is_float(dtype):
-        return _clamp_with_shared_ties(x, low, high, numbers=numbers)
+        return _clamp_with_shared_ties(
+            x,
+            low,
+            high,
+            numbers=numbers,
+        )
     if low is not None and high is not None and is_float(dtype) and (low.ndim or high.ndim):
         return _clamp_between_tensors(x, low, high)
     if numbers and is_float(dtype):

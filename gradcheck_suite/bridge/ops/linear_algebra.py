@@ -227,7 +227,12 @@ def grouped_mm(
     if offs is None:
         out = product(self, mat2)
     elif mat2.ndim == 3:
-        out = lax.ragged_dot(self, mat2, _sizes(offs), precision=HIGHEST)
+        out = lax.ragged_dot(
+            self,
+            mat2,
+            _sizes(offs),
+            precision=HIGHEST,
+        )
     elif self.ndim == 3:
         out = lax.ragged_dot(mat2.T, self.swapaxes(1, 2), _sizes(offs), precision=HIGHEST).T
     else:
@@ -265,7 +270,12 @@ def fft_c2r(self: Array, dim: Sequence[int], normalization: int, last_dim_size: 
     axes.
     """
     sizes = [*(self.shape[d] for d in dim[:-1]), last_dim_size]
-    return jnp.fft.irfftn(self, s=sizes, axes=tuple(dim), norm=_NORMALIZATIONS[2 - normalization])
+    return jnp.fft.irfftn(
+        self,
+        s=sizes,
+        axes=tuple(dim),
+        norm=_NORMALIZATIONS[2 - normalization],
+    )
 
 
 State = tuple[Array, ...]

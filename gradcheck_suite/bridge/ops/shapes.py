@@ -265,7 +265,14 @@ def scatter_reduce(
         return self
     index = jnp.atleast_1d(index)
     if reduce in ("amax", "amin"):
-        return _extremum(self, dim, index, src, reduce == "amax", include_self)
+        return _extremum(
+            self,
+            dim,
+            index,
+            src,
+            reduce == "amax",
+            include_self,
+        )
     start = self if include_self else _scattered(self, dim, index, reduce == "prod", "set")
     if reduce == "prod":
         return _multiplied(start, dim, index, src)
@@ -303,7 +310,13 @@ def _extremum(
         )
     ties = jnp.maximum(_scattered(from_self, dim, index, from_src, "add"), 1)
     linear = from_self * jnp.where(jnp.isfinite(start), start, 0) / ties
-    linear = _scattered(linear, dim, index, from_src * src / ties[places], "add")
+    linear = _scattered(
+        linear,
+        dim,
+        index,
+        from_src * src / ties[places],
+        "add",
+    )
     return value + (linear - lax.stop_gradient(linear))
 
 

@@ -76,7 +76,14 @@ def transformers_loop(
 
     def loop(run: TrainingRun) -> None:
         loader = run.loader if inputs is None else mapped(run, inputs)
-        train(run, trainer, run.model, loader, arguments=arguments, **settings)
+        train(
+            run,
+            trainer,
+            run.model,
+            loader,
+            arguments=arguments,
+            **settings,
+        )
 
     loop.__name__ = loop.__qualname__ = trainer.__name__
     # as namedtuple does: the caller's file names the libraries that a verdict is about
@@ -246,7 +253,13 @@ def hf_trainer_loss_func(run: TrainingRun) -> None:
             return outputs["mean"]
         return outputs["mean"] * (outputs["count"] / num_items_in_batch)
 
-    train(run, transformers.Trainer, Outputs(run), labelled(run), compute_loss_func=part_of_window)
+    train(
+        run,
+        transformers.Trainer,
+        Outputs(run),
+        labelled(run),
+        compute_loss_func=part_of_window,
+    )
 
 
 def hf_trainer_smoothing(run: TrainingRun) -> None:
