@@ -680,7 +680,7 @@ class PortOptions(Options):
     )
     accept: tuple[str, ...] = option(
         (),
-        Values(
+        OptionValues(
             "NAME, NAME@FILE or NAME@FILE:LINE, with the name of a cause",
             _is_acceptable_cause,
             names=tuple(CAUSES),

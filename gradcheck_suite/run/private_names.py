@@ -146,7 +146,7 @@ TABLE = (
             "Tensor._base",
             "Tensor._post_accumulate_grad_hooks",
         ),
-        ("_op_impls",),  # of a library that a loop has opened
+        ("_op_impls", "_check_with"),  # of a library that a loop has opened; of torch, in attention
     ),
     # a Problem's own model goes over the bridge to JAX
     PrivateNames(
