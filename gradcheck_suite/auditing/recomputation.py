@@ -596,6 +596,7 @@ SENTENCES = {
         " random numbers of Python or numpy than in the forward, which a checkpoint does not put"
         " back"
     ),
+    "written": "custom function {name}: {fault}",
     "changed-batch": (
         "the memory of a model's input was filled with other values between its call and its"
         " backward, which then computes with these"
@@ -1485,10 +1486,11 @@ def blame_functions(
             known.add(said)
             result.notes.append(finding("custom-function", said))
         if verdict.fault and result.name is None:
-            result.name = "wrong-backward"
-            result.sentence = SENTENCES["wrong-backward"].format(
-                name=verdict.name, fault=verdict.fault
-            )
+            result.name = verdict.called
+            is_written = verdict.called != "wrong-backward"
+            result.causes = ("written",) if is_written else ()
+            sentence = SENTENCES["written" if is_written else "wrong-backward"]
+            result.sentence = sentence.format(name=verdict.name, fault=verdict.fault)
             # the window was computed again with the same fault, so the error is that of the
             # function
             result.error = verdict.error
