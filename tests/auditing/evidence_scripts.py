@@ -1525,6 +1525,28 @@ GIVEN = {
         before=FUNCTIONAL,
         model="torch.nn.ModuleList([w, torch.nn.Linear(4, 3)]).bfloat16()",
     ),
+    "sound_module_writes_to_its_argument": holds(
+        "F.mse_loss(model(torch.randn(5, 3)), torch.randn(5, 3)).backward()",
+        before="""
+class Moves(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.move = torch.nn.Linear(3, 3)
+    def forward(self, x):
+        x += torch.tanh(self.move(x - x.mean(0)))
+        return x
+class Cloned(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(3, 3)
+        self.layers = torch.nn.ModuleList(Moves() for _ in range(2))
+    def forward(self, x):
+        return apart(self.layers[1](self.layers[0](self.first(x))))
+def apart(x):
+    return x * 1
+""",
+        model="Cloned()",
+    ),
     # what a loss and a custom function read
     "sound_loss_written_by_data": holds(
         TARGETS.format(loss="F.mse_loss(model(torch.randn(5, 3)), t)", write="loss.data.mul_(0.3)"),
