@@ -1131,13 +1131,6 @@ class _Replacements:
                     value.data.copy_(other)
 
 
-def _with_own(gradient: torch.Tensor | None, leaf: torch.Tensor) -> torch.Tensor | None:
-    """Return a gradient with what has been added to the `.grad` of its leaf."""
-    if gradient is None or leaf.grad is None:
-        return leaf.grad if gradient is None else gradient
-    return gradient + leaf.grad
-
-
 def _differentiate(
     result: Replayed,
     outputs: Sequence[torch.Tensor],

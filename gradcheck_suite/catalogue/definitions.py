@@ -68,8 +68,9 @@ class Signal:
 
     def with_features(self, features: int) -> Signal:
         """Return a signal of the same form whose feature axis has another length."""
-        size = (features, *self.size[1:]) if self.form == "image" else (*self.size[:-1], features)
-        return Signal(self.form, size, self.padded)
+        if self.form == "image":
+            return Signal(self.form, (features, *self.size[1:]), self.padded)
+        return Signal(self.form, (*self.size[:-1], features), self.padded)
 
 
 def feature_axis(signal: Signal) -> int:

@@ -768,8 +768,9 @@ def _cosine(options: Options, out: torch.Tensor, batch: Tensors, reduction: str)
 
 def _cosine_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Array:
     other = batch["other"]
-    squares = ((out**2).sum(axis=-1) + COSINE_EPS) * ((other**2).sum(axis=-1) + COSINE_EPS)
-    cosine = (out * other).sum(axis=-1) / jnp.sqrt(squares)
+    of_out = (out**2).sum(axis=-1) + COSINE_EPS
+    of_other = (other**2).sum(axis=-1) + COSINE_EPS
+    cosine = (out * other).sum(axis=-1) / jnp.sqrt(of_out * of_other)
     return jnp.where(batch["target"] == 1, 1 - cosine, hinge(cosine - options["margin"]))
 
 

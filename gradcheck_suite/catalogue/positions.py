@@ -81,9 +81,9 @@ def _length(size: int, o: Options) -> int:
     """Return the output length along an axis of `size`, as torch's `Conv1d` and `MaxPool2d`
     document it.
     """
-    return int(
-        (size + 2 * o["padding"] - o.get("dilation", 1) * (o["kernel"] - 1) - 1) // o["stride"] + 1
-    )
+    covered = o.get("dilation", 1) * (o["kernel"] - 1) + 1
+    last_start = size + 2 * o["padding"] - covered
+    return int(last_start // o["stride"] + 1)
 
 
 def _lengths(signal: Signal, options: Options) -> tuple[int, ...]:
@@ -328,7 +328,9 @@ class LastStep(torch.nn.Module):
 
 
 def _mean(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -> jax.Array:
-    kept = extras["mask"].astype(x.dtype) if "mask" in extras else jnp.ones(x.shape[:2], x.dtype)
+    kept = jnp.ones(x.shape[:2], x.dtype)
+    if "mask" in extras:
+        kept = extras["mask"].astype(x.dtype)
     return jnp.einsum("ntd,nt->nd", x, kept) / kept.sum(1)[:, None]
 
 

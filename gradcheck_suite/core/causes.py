@@ -330,6 +330,11 @@ _ROWS = (
     ),
     Cause("swapped-parameters", "parameters exchanged", "load each under its own name"),
     Cause("term-order", "a difference in the other order", "exchange the two"),
+    Cause(
+        "ties",
+        "equal elements in another order, or of which more are kept",
+        "sort stably, and take elements by their positions as torch does, or by its threshold",
+    ),
     Cause("top-k", "another number of the largest", "use torch's k"),
     Cause("transposed", "axes exchanged", "exchange the axes"),
     Cause(

@@ -275,6 +275,16 @@ def student_factor(draws: int = DRAWS) -> float:
     return -float(stdtrit(draws, FALSE_ALARM / 2))
 
 
+def within(one: Any, other: Any, allowed: Any) -> bool:
+    """Return whether every element is as near to its counterpart as is allowed; NaN never is."""
+    return bool((np.abs(one - other) <= allowed).all())
+
+
+def beyond(one: Any, other: Any, allowed: Any) -> bool:
+    """Return whether an element is further from its counterpart than is allowed; NaN never is."""
+    return bool((np.abs(one - other) > allowed).any())
+
+
 def finite_or_right(observed: Vector, expected: Vector) -> Vector:
     """Return an observed gradient in which what may be NaN is as expected, (P,).
 

@@ -256,7 +256,8 @@ def is_accepted(accepted: str, diagnosis: str, where: str | None, beside: str = 
     """
     name, _, place = accepted.partition("@")
     lines = (where or "").split(" < ")
-    places = {*lines, *(line.rpartition(":")[0] for line in (*lines, *beside.split(" < ")))} - {""}
-    return name == diagnosis and (
-        not place or any(one == place or one.endswith(f"/{place}") for one in places)
-    )
+    files = {line.rpartition(":")[0] for line in (*lines, *beside.split(" < "))}
+    places = files.union(lines) - {""}
+    if name != diagnosis:
+        return False
+    return not place or any(one == place or one.endswith(f"/{place}") for one in places)

@@ -48,7 +48,7 @@ EVALUATORS = (NUMPY, XLA)
 
 
 @dataclass(frozen=True)
-class Values:
+class OptionValues:
     """The values that an option takes.
 
     Attributes:
@@ -88,19 +88,19 @@ class Values:
         )
 
 
-def integer(low: int, high: int | None = None, expected: str = "") -> Values:
+def integer(low: int, high: int | None = None, expected: str = "") -> OptionValues:
     """Return the whole numbers from `low` to `high`, or without an upper limit."""
 
     def accepts(value: Any) -> bool:
         return is_integer(value) and value >= low and (high is None or value <= high)
 
-    return Values(expected or f"an integer from {low} to {high}", accepts, int)
+    return OptionValues(expected or f"an integer from {low} to {high}", accepts, int)
 
 
-def one_of(names: Iterable[str], read: Callable[[str], Any] = str) -> Values:
+def one_of(names: Iterable[str], read: Callable[[str], Any] = str) -> OptionValues:
     """Return some names."""
     allowed = tuple(names)
-    return Values(
+    return OptionValues(
         f"one of {', '.join(allowed)}",
         allowed.__contains__,
         read,
@@ -122,10 +122,10 @@ def _is_limit(value: Any) -> bool:
 POSITIVE_INTEGER = integer(1, expected="a positive integer")
 NATURAL = integer(0, expected="0 or a positive integer")
 SEED = integer(0, MAX_SEED)
-SECONDS = Values("a positive number of seconds", _is_limit, float)
+SECONDS = OptionValues("a positive number of seconds", _is_limit, float)
 
 
-class _Entries(Values):
+class _Entries(OptionValues):
     def checked(self, value: Any) -> Accepted:
         if isinstance(value, Accepted):
             return value
@@ -147,10 +147,12 @@ class _Entries(Values):
 ACCEPTED = _Entries(
     'entries such as {fault = "wrong-scale", file = "train.py", reason = "why"}', lambda _: True
 )
-FLAG = Values("True or False", lambda value: isinstance(value, bool))
-NAME = Values("a name", lambda value: isinstance(value, str), str.lower)
-PATH = Values("a path", lambda value: isinstance(value, Path), Path)
-ASSUMPTION = Values(f"one of {', '.join(ASSUMPTIONS)}", is_assumption, names=tuple(ASSUMPTIONS))
+FLAG = OptionValues("True or False", lambda value: isinstance(value, bool))
+NAME = OptionValues("a name", lambda value: isinstance(value, str), str.lower)
+PATH = OptionValues("a path", lambda value: isinstance(value, Path), Path)
+ASSUMPTION = OptionValues(
+    f"one of {', '.join(ASSUMPTIONS)}", is_assumption, names=tuple(ASSUMPTIONS)
+)
 
 
 # One option, and a dataclass of options.
@@ -179,7 +181,7 @@ class Option:
 
     name: str
     default: Any
-    values: Values
+    values: OptionValues
     help: str
     flag: str
     short: str = ""
@@ -226,7 +228,7 @@ class Option:
         return tuple(dict.fromkeys(self.values.checked(one) for one in several))
 
 
-def option(default: Any, values: Values, help: str, flag: str = "", **more: Any) -> Any:
+def option(default: Any, values: OptionValues, help: str, flag: str = "", **more: Any) -> Any:
     """Return a field of an options' dataclass.
 
     Args:
@@ -421,7 +423,7 @@ class VerifyOptions(Options):
     )
     second_opinion_s: float = option(
         SECOND_OPINION_S,
-        Values("a number of seconds, 0 or more", lambda value: _is_number(value, 0), float),
+        OptionValues("a number of seconds, 0 or more", lambda value: _is_number(value, 0), float),
         "seconds after which JAX computes no further window of a user's Problem; it computes at"
         " least one",
     )
@@ -468,7 +470,7 @@ LIVE_NAMES = (*LIVE_DIAGNOSES, *FINDINGS)
 """Every name that an audit gives: of a fault, a finding or a reason."""
 ALL_FINDINGS = "findings"
 """Stands for every finding."""
-FAIL_ON = Values(
+FAIL_ON = OptionValues(
     f"the name of a finding or a reason, or {ALL_FINDINGS}",
     (*LIVE_NAMES, ALL_FINDINGS).__contains__,
     names=(*LIVE_NAMES, ALL_FINDINGS),
@@ -519,7 +521,7 @@ class AuditOptions(Options):
     )
     budget: str | None = option(
         None,
-        Values(
+        OptionValues(
             f"a share of the run's time, such as {DEFAULT_BUDGET}, or {NO_BUDGET}",
             lambda value: bool(_share_of(value)),
         ),
@@ -550,7 +552,7 @@ class AuditOptions(Options):
     )
     accept: tuple[str, ...] = option(
         (),
-        Values(
+        OptionValues(
             "NAME, NAME@FILE or NAME@FILE:LINE, with the name of a fault, a finding or a reason",
             _is_acceptable,
             names=LIVE_NAMES,
@@ -572,7 +574,7 @@ class AuditOptions(Options):
     )
     objectives: tuple[str, ...] = option(
         (),
-        Values("FILE:LINE=COUNT, such as 'train.py:40=mask.sum()'", _is_objective),
+        OptionValues("FILE:LINE=COUNT, such as 'train.py:40=mask.sum()'", _is_objective),
         "what the mean divides by in a loss that cannot be read: the line of its backward, and an"
         " expression of the names there",
         "--objective",
@@ -678,7 +680,7 @@ class PortOptions(Options):
     )
     accept: tuple[str, ...] = option(
         (),
-        Values(
+        OptionValues(
             "NAME, NAME@FILE or NAME@FILE:LINE, with the name of a cause",
             _is_acceptable_cause,
             names=tuple(CAUSES),

@@ -182,10 +182,9 @@ class LoopSyntax:
     def scaled(self) -> int | None:
         """Return the last line that multiplies or divides the loss on its way backward."""
         sent = [line for line, expression in self.sent() if _is_scaled(expression)]
-        return next(
-            iter([*sent[-1:], *(part.line for part in self._chain() if _is_scaled(part.value))]),
-            None,
-        )
+        if sent:
+            return sent[-1]
+        return next((part.line for part in self._chain() if _is_scaled(part.value)), None)
 
     def reset(self) -> int | None:
         """Return the line that resets gradients, where there is one alone."""
@@ -383,9 +382,7 @@ def _source(
     """Return some lines; of more than `MOST_LINES` those around the marked ones."""
     shown = {n: line.rstrip() for n, line in enumerate(lines, first)}
     if len(shown) > MOST_LINES:
-        shown = {
-            n: line
-            for n, line in shown.items()
-            if any(abs(n - marked) <= MARGIN for marked in marks)
-        }
-    return {"file": file, "lines": [[n, line, marks.get(n, "")] for n, line in shown.items()]}
+        near = {n for n in shown if any(abs(n - marked) <= MARGIN for marked in marks)}
+        shown = {n: shown[n] for n in sorted(near)}
+    rows = [[n, line, marks.get(n, "")] for n, line in shown.items()]
+    return {"file": file, "lines": rows}

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gradcheck_suite.core.comparison import Comparison, Vector
+from gradcheck_suite.core.comparison import Comparison, Vector, beyond, within
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.judge.elements import diagnose_elements, with_second_names, wrong_and_right
 from gradcheck_suite.judge.naming import constant_meaning, diagnose, meanings, names_nothing
@@ -64,7 +64,7 @@ def fit_weights(observed: Vector, gradients: npt.NDArray[np.float64], allowed: V
     present = sizes > 0
     weights = np.zeros(len(gradients))
     if not present.any():
-        return WeightFit(weights, False, bool((np.abs(observed) <= allowed).all()))
+        return WeightFit(weights, False, within(observed, 0, allowed))
     columns = (gradients[present] / sizes[present, None]).T
     left, values, right = np.linalg.svd(columns, full_matrices=False)
     kept = values > CONDITION * values[0]
@@ -376,7 +376,7 @@ def of_one_sign(found: Diagnosis, window: Window, comparison: Comparison) -> Dia
     for sign, which in ((1, "positive"), (-1, "negative")):
         kept = np.where(np.sign(gradients) == sign, gradients, 0.0).sum(axis=0) * scale
         # a gradient of zeros has elements of neither sign
-        if (np.abs(kept) > allowed).any() and (np.abs(kept - observed) <= 8 * allowed).all():
+        if beyond(kept, 0, allowed) and within(kept, observed, 8 * allowed):
             text = f"of each micro-batch's gradient only the {which} elements are in the step's"
             one_sign = Diagnosis("partial-gradient", text)
             # few elements may have one sign by chance
@@ -524,7 +524,8 @@ def _gives(
 ) -> npt.NDArray[np.bool_]:
     """Return (P,): whether (B,) weights of micro-batches give each element of a gradient."""
     # each product rounds, as do those of the gradient itself
-    rounding = 64 * np.finfo(np.float64).eps * np.abs(weights[:, None] * gradients).sum(axis=0)
+    mass = np.abs(weights[:, None] * gradients).sum(axis=0)
+    rounding = 64 * np.finfo(np.float64).eps * mass
     near: npt.NDArray[np.bool_] = np.abs(weights @ gradients - observed) <= 2 * allowed + rounding
     return near
 

@@ -16,7 +16,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from gradcheck_suite.core.case import SMALL_SCALE
-from gradcheck_suite.core.comparison import Comparison, Vector
+from gradcheck_suite.core.comparison import Comparison, Vector, within
 from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT, Batch, Loop, assumptions_of, is_jax
 from gradcheck_suite.judge.elements import place_of_the_fault
 from gradcheck_suite.judge.fitted_weights import diagnose_case
@@ -237,10 +237,8 @@ def _gives(reference: Reference, calls: Sequence[LossCall], observed: Vector) ->
     if total is None:
         return False
     near = CLOSE * np.abs(total).max(initial=0.0)
-    return any(
-        bool((np.abs(total / ranks - observed) <= near / ranks).all())
-        for ranks in {1, reference.instance.case.plan.world_size}
-    )
+    divisors = {1, reference.instance.case.plan.world_size}
+    return any(within(total / ranks, observed, near / ranks) for ranks in divisors)
 
 
 def _gradient_again(
@@ -651,7 +649,9 @@ def repeats_gradient(rerun: Vector, comparison: Comparison) -> bool:
     seen = comparison.observed
     with np.errstate(invalid="ignore"):
         near = np.abs(rerun - seen) <= comparison.allowed
-    return bool((near | (rerun == seen) | (~np.isfinite(rerun) & ~np.isfinite(seen))).all())
+    # of two infinities the difference is NaN
+    both_not_finite = ~np.isfinite(rerun) & ~np.isfinite(seen)
+    return bool((near | (rerun == seen) | both_not_finite).all())
 
 
 # What is known of a wrong gradient, of a case or of a weight probe.

@@ -12,7 +12,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from itertools import zip_longest
@@ -604,17 +604,19 @@ def jax_optimizer(name: str | None) -> Any:
         return optax.chain(_normalize(optax), optax.trace(decay=0.5), optax.scale(-0.02))
     factory = getattr(optax, name, None)
     made = None
+    raised = ""
     for arguments in ((LEARNING_RATE,), ()):
         if made is None and inspect.isfunction(factory):
-            with suppress(
-                Exception
-            ):  # a function of another kind, or one with other arguments, raises anything
+            # a function of another kind, or one with other arguments, raises anything
+            try:
                 made = factory(*arguments)
+            except Exception as error:
+                raised = " ".join(f", which raises {type(error).__name__}: {error}".split())
     if not isinstance(made, optax.GradientTransformation):
         raise UsageError(
             "optimizer of a loop of JAX must be normalized, or a function of optax that makes an"
             " optimizer from a learning rate alone, such as sgd, adam, adamw, lion or lamb; got"
-            f" {name!r}"
+            f" {name!r}{raised}"
         )
     return made
 

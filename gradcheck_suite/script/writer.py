@@ -20,7 +20,7 @@ import sys
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from pprint import pformat
@@ -796,26 +796,11 @@ def script_text(
             f" {what.get(violation.kind, violation.kind)}"
         )
     assumed = {*assumes, *assumptions_of(loop)}
+    written = partial(_script, loop, name, violation, problem, time_limit_s, assumed)
     try:
-        return _script(
-            loop,
-            name,
-            violation,
-            problem,
-            time_limit_s,
-            assumed,
-            copied=True,
-        )
+        return written(copied=True)
     except (CannotCopyError, ImportError, OSError, TypeError):  # or there is no source
-        return _script(
-            loop,
-            name,
-            violation,
-            problem,
-            time_limit_s,
-            assumed,
-            copied=False,
-        )
+        return written(copied=False)
 
 
 def _script(

@@ -224,14 +224,15 @@ def mostly_usual(
     the same shapes and share compiled programs. With `every_usual`, the same variant with and
     without padding takes its place.
     """
-    usual = next(
-        (o for o in variants if USUAL_FEATURES in (o.get(name) for name in _FEATURES)), variants[0]
-    )
-    often = (
-        [o for o in variants if o == {**usual, "padded": o.get("padded")}] if every_usual else []
-    )
+    with_usual = (o for o in variants if USUAL_FEATURES in (o.get(name) for name in _FEATURES))
+    usual = next(with_usual, variants[0])
+    often = []
+    if every_usual:
+        often = [o for o in variants if o == {**usual, "padded": o.get("padded")}]
     often = often or [usual]
-    return st.sampled_from([variants[0], *often * (4 * len(variants) // len(often)), *variants[1:]])
+    times = 4 * len(variants) // len(often)
+    # the first variant comes first, since Hypothesis shrinks to what stands there
+    return st.sampled_from([variants[0], *often * times, *variants[1:]])
 
 
 def choices_of(

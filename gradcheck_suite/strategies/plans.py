@@ -135,7 +135,9 @@ def _plans(
     sizes, steps = _sizes_and_steps(bounds)
     chosen = valid_assumptions(assumes)
     epochs = 1 if ONE_EPOCH in chosen else draw(counts(1, bounds.max_epochs))
-    world = bounds.ranks if bounds.ranks <= 2 else draw(sampled(tuple(range(2, bounds.ranks + 1))))
+    world = bounds.ranks
+    if world > 2:
+        world = draw(sampled(tuple(range(2, world + 1))))
     k = draw(steps)
     most = max(bounds.min_windows, min(bounds.max_windows, MAX_MICRO_BATCHES // (k * world)))
     shares = _shares(
