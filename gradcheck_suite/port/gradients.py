@@ -327,8 +327,8 @@ def _with_more(program: TorchProgram) -> Iterator[Hypothesis]:
     own = [(i, c.op) for i, c in enumerate(program.calls) if isinstance(c.op, OwnFunction)]
     for i, op in own:
         words = f"that of what its forward computes, not its backward ({program.calls[i].label})"
-        changes = dict.fromkeys(range(op.start, i), free)
-        yield Hypothesis("missing-custom-gradient", words, changes, at=i)
+        opened: dict[int, Change] = dict.fromkeys(range(op.start, i), free)
+        yield Hypothesis("missing-custom-gradient", words, opened, at=i)
     forwards = set(chain.from_iterable(range(op.start, i) for i, op in own))
     words = "an extra gradient where torch has no_grad and the port no stop_gradient"
     start = None
