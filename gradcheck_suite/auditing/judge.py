@@ -727,7 +727,7 @@ class Judge:
             seen_all: whether each step since then was recorded.
         """
         window = self._emptied.pop(optimizer)
-        if any(seen.consumers for seen in window.passes.values()):
+        if any(seen.consumers.keys() - {optimizer} for seen in window.passes.values()):
             self._removed[optimizer].append(window.keys)
         elif seen_all:
             self._violate(ALL_RESET.fault(), window)
