@@ -1026,13 +1026,25 @@ def _of(search: Search, place: int, ref: Ref, transform: Alteration) -> Hypothes
     words = f"{_named(search, ref)} {transform.words}"
     cause = _transformed_as(search, place, ref, transform.cause)
     if isinstance(ref.kind, int):
-        return Hypothesis(cause, words, {ref.kind: of_result(transform.make, ref.index)})
+        change = {ref.kind: of_result(transform.make, ref.index)}
+        at = _moved_by(search, place, ref) if cause == "permuted" else None
+        return Hypothesis(cause, words, change, at=at)
     leaves = {(ref.kind, ref.index): transform.make}
     if ref.kind != "state":
         return Hypothesis(cause, words, {}, leaves)
     path = str(ref.index).rpartition(".")[0]
     kind = "forward" if cause in _USED_OTHERWISE else "load"
     return Hypothesis(cause, words, {}, leaves, kind=kind, path=path)
+
+
+def _moved_by(search: Search, place: int, ref: Ref) -> int | None:
+    """Return the first call that moves the elements of a tensor before a place: it has the order.
+
+    None where the place reads the tensor itself.
+    """
+    status = search.matching.status
+    readers = search.program.readers.get(ref, [])
+    return next((i for i in readers if i < place and status[i] is None), None)
 
 
 _WEIGHTS = {

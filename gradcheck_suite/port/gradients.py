@@ -18,6 +18,7 @@ from gradcheck_suite.port.jax_program import CUSTOM, JaxProgram, line_of
 from gradcheck_suite.port.matching import array, only_moves
 from gradcheck_suite.port.mistakes import is_activation
 from gradcheck_suite.port.number_sets import Array, Numbers
+from gradcheck_suite.port.own_functions import OwnFunction
 from gradcheck_suite.port.search import ALIKE, Repairs, repeated
 from gradcheck_suite.port.sides import RESOLUTION, Point, Sides, input_name
 from gradcheck_suite.port.torch_program import Call, Change, Ref, TorchProgram, TorchRun, fill
@@ -323,10 +324,16 @@ def _with_more(program: TorchProgram) -> Iterator[Hypothesis]:
         with torch.enable_grad():
             return call.op(*args, **kwargs)
 
+    own = [(i, c.op) for i, c in enumerate(program.calls) if isinstance(c.op, OwnFunction)]
+    for i, op in own:
+        words = f"that of what its forward computes, not its backward ({program.calls[i].label})"
+        opened: dict[int, Change] = dict.fromkeys(range(op.start, i), free)
+        yield Hypothesis("missing-custom-gradient", words, opened, at=i)
+    forwards = set(chain.from_iterable(range(op.start, i) for i, op in own))
     words = "an extra gradient where torch has no_grad and the port no stop_gradient"
     start = None
     for i in range(len(program.calls) + 1):
-        inside = i < len(program.calls) and not program.calls[i].grad
+        inside = i < len(program.calls) and not program.calls[i].grad and i not in forwards
         if inside and start is None:
             start = i
         elif not inside and start is not None:

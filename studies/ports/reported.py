@@ -240,6 +240,44 @@ def chosen(variant: str) -> Pair:
     return pair_of(Chosen(3, 4), apply, normal(3, 3))
 
 
+class Reversal(torch.autograd.Function):
+    """Turns the gradient round, as domain-adversarial networks do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return -0.5 * g
+
+
+class Adversarial(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.domain = nn.Linear(4, 5), nn.Linear(5, 2)
+
+    def forward(self, x):
+        return self.domain(Reversal.apply(self.features(x).tanh()))
+
+
+@jax.custom_vjp
+def reversal(x):
+    return x
+
+
+reversal.defvjp(lambda x: (x, None), lambda _, g: (-0.5 * g,))
+
+
+@architecture()
+def adversarial(variant: str) -> Pair:
+    def apply(p, x):
+        x = jnp.tanh(dense(p["features"], x))
+        return dense(p["domain"], x if variant == "not_reversed" else reversal(x))
+
+    return pair_of(Adversarial(), apply, normal(3, 4))
+
+
 class Labelled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
