@@ -246,6 +246,7 @@ def expect_plain_function(found: Any, called: str, expected: str, *arguments: ob
             f"{called} is a generator (it contains yield), and calling it runs nothing: remove the"
             " yield"
         )
+    # asked before the call, where a TypeError may as well come from inside of the function
     refusing = _signature_that_refuses(found, arguments)
     if refusing is not None:
         name = called.rpartition(":")[2]

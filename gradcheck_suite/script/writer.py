@@ -149,6 +149,7 @@ def _module(name: str) -> tuple[str, ast.Module, dict[str, Any]]:
     source = inspect.getsource(importlib.import_module(name))
     tree = ast.parse(source)
     found = dict[str, Any]()
+    # a copied definition may name in an annotation what is imported for annotations alone
     guards = [node for node in tree.body if _is_guard(node, "TYPE_CHECKING")]
     guarded = chain.from_iterable(getattr(node, "body", ()) for node in guards)
     for node in [*guarded, *tree.body]:
@@ -796,6 +797,7 @@ def script_text(
             f" {what.get(violation.kind, violation.kind)}"
         )
     assumed = {*assumes, *assumptions_of(loop)}
+    # a copied loop makes the script stand alone; one that cannot be copied is imported
     written = partial(_script, loop, name, violation, problem, time_limit_s, assumed)
     try:
         return written(copied=True)

@@ -41,6 +41,7 @@ def counts(low: int, high: int) -> st.SearchStrategy[int]:
     """Return a strategy of numbers from `low` to `high`, the smaller ones more often, since each
     micro-batch runs the model.
     """
+    # the smallest comes first, since Hypothesis shrinks to what stands there
     often = [repeat(number, high + 1 - number) for number in range(low, high + 1)]
     return sampled(tuple(chain.from_iterable(often)))
 
@@ -135,6 +136,7 @@ def _plans(
     sizes, steps = _sizes_and_steps(bounds)
     chosen = valid_assumptions(assumes)
     epochs = 1 if ONE_EPOCH in chosen else draw(counts(1, bounds.max_epochs))
+    # up to two ranks there is nothing to draw
     world = bounds.ranks
     if world > 2:
         world = draw(sampled(tuple(range(2, world + 1))))

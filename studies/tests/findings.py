@@ -39,6 +39,8 @@ PACKAGES = (
     "jaxonmodels",
     "ablang2",
     "ablang_jax",
+    "equimo",
+    "mamba2_jax",
 )
 DISTRIBUTIONS = {"ablang_jax": "ablanx"}
 """What is installed for a module of another name."""
