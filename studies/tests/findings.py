@@ -39,8 +39,10 @@ PACKAGES = (
     "jaxonmodels",
     "ablang2",
     "ablang_jax",
+    "mace",
+    "trainer",
 )
-DISTRIBUTIONS = {"ablang_jax": "ablanx"}
+DISTRIBUTIONS = {"ablang_jax": "ablanx", "mace": "mace-torch", "trainer": "coqui-tts-trainer"}
 """What is installed for a module of another name."""
 LIMIT_S = 300
 
