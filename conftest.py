@@ -61,7 +61,10 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # first used.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 _STARTED = time.monotonic()
-PLAIN_DATA = [Path(__file__).parent / "tests" / name for name in ("core", "mutation")]
+PLAIN_DATA = [
+    Path(__file__).parent / "tests" / "core",
+    Path(__file__).parent / "studies" / "tests" / "mutation",
+]
 """Directories of tests that start without torch."""
 # imports make objects that live until the end: collecting garbage among them takes a third of the
 # time of collection

@@ -140,7 +140,12 @@ def assert_same_port() -> Callable[..., PortResult]:
         from gradcheck_suite.port.compare import compare_port
 
         with _bad_input_fails():
-            result = compare_port(module, jax_model, *inputs, **options)
+            result = compare_port(
+                module,
+                jax_model,
+                *inputs,
+                **options,
+            )
         if not result.holds:
             pytest.fail(str(result), pytrace=False)
         return result

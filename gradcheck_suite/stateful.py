@@ -49,7 +49,7 @@ Coefficients = tuple[float | None, float | None, float | None]
 
 
 @dataclass(frozen=True)
-class Term:
+class LossGradient:
     """The gradient of one loss for one parameter.
 
     Attributes:
@@ -79,9 +79,9 @@ class Memory:
     """
 
     value: Array = field(default_factory=lambda: np.zeros(2))
-    terms: list[tuple[Array, Term]] = field(default_factory=list)
+    terms: list[tuple[Array, LossGradient]] = field(default_factory=list)
 
-    def add(self, terms: Sequence[tuple[float, Term]]) -> Memory:
+    def add(self, terms: Sequence[tuple[float, LossGradient]]) -> Memory:
         """Add gradients in place."""
         self.value = self.value + sum(weight * term.gradient for weight, term in terms)
         self.terms += [(np.full(2, weight), term) for weight, term in terms]
@@ -145,14 +145,17 @@ def _gradient_of_history() -> Any:
 
 def witness(memory: Memory) -> Array:
     """Return the numbers of a memory by JAX, (2,): the gradient of the weighted sum of its losses."""
-    padding = -len(memory.terms) % 64  # few shapes, which are compiled once
-    none = (np.zeros(2), Term(np.zeros(3), np.zeros((3, 2)), np.zeros(3)))
+    nothing = LossGradient(coefficients=np.zeros(3), values=np.zeros((3, 2)), own=np.zeros(3))
+    none = (np.zeros(2), nothing)
+    # multiples of 64 terms are few shapes, each of which is compiled once
+    padding = -len(memory.terms) % 64
     terms = [*memory.terms, *[none] * padding] or [none] * 64
     weights, losses = zip(*terms, strict=True)
     history = [
-        [getattr(loss, name) for loss in losses] for name in ("coefficients", "values", "own")
+        np.array([getattr(loss, name) for loss in losses])
+        for name in ("coefficients", "values", "own")
     ]
-    return np.asarray(_gradient_of_history()(np.array(weights), *map(np.array, history)))
+    return np.asarray(_gradient_of_history()(np.array(weights), *history))
 
 
 coefficients = st.tuples(*[st.sampled_from((1.0, None, -1.0, 2.0, 0.0))] * 3)
@@ -167,25 +170,8 @@ clips = precondition(
 )
 
 
-class GradStates(RuleBasedStateMachine):
-    """A state machine of Hypothesis over everything that changes `.grad`.
-
-    `hypothesis.stateful.run_state_machine_as_test(lambda: GradStates(...))` runs it. A subclass
-    leaves out a rule by setting its name to None, and can add rules.
-
-    Args:
-        device: the device of the parameters.
-        make_parameter: tensor of shape (2,) on `device` -> a parameter; by default
-            `torch.nn.Parameter`.
-        optimizer: list of parameters -> an optimizer. Each of its steps must equal that of a second
-            optimizer, whose parameters are plain tensors with gradients that are not shared. By
-            default the optimizers are `torch.optim.SGD`, plain, foreach and fused, whose steps a
-            formula predicts.
-
-    Attributes:
-        steps: the optimizers that step: `"plain"`, `"foreach"`, `"fused"`, and `"first"`, which has
-            only the first parameter.
-    """
+class _Model(RuleBasedStateMachine):
+    """The model of every `.grad`, and what must hold of torch after each rule."""
 
     steps: tuple[str, ...] = ("plain", "foreach", "fused", "first")
 
@@ -229,19 +215,19 @@ class GradStates(RuleBasedStateMachine):
 
     def is_small(self) -> bool:
         """Return whether all numbers are at most `SMALL`, so that a rule may let them grow."""
-        values = [p.value for p in self.parameters] + [
-            p.grad.memory.value for p in self.parameters if p.grad
-        ]
+        values = [p.value for p in self.parameters]
+        values += [p.grad.memory.value for p in self.parameters if p.grad]
         return np.abs(values).max(initial=0) <= SMALL
 
-    def term(self, c: Coefficients, p: Parameter) -> Term:
+    def term(self, c: Coefficients, p: Parameter) -> LossGradient:
         """Return the gradient of the loss with respect to a parameter."""
-        values = np.array([self.at(name).value for name in range(3)])
-        return Term(
-            np.array([each or 0.0 for each in c]), values, np.isin(range(3), p.names).astype(float)
+        return LossGradient(
+            coefficients=np.array([each or 0.0 for each in c]),
+            values=np.array([self.at(name).value for name in range(3)]),
+            own=np.isin(range(3), p.names).astype(float),
         )
 
-    def terms(self, c: Coefficients) -> dict[Parameter, list[tuple[float, Term]]]:
+    def terms(self, c: Coefficients) -> dict[Parameter, list[tuple[float, LossGradient]]]:
         """Return the terms that a backward of the loss adds to each parameter that it reaches."""
         return {
             p: [(2.0 if "doubles" in p.hooks else 1.0, self.term(c, p))]
@@ -250,7 +236,10 @@ class GradStates(RuleBasedStateMachine):
         }
 
     def accumulate(
-        self, terms: dict[Parameter, list[tuple[float, Term]]], *, create_graph: bool = False
+        self,
+        terms: dict[Parameter, list[tuple[float, LossGradient]]],
+        *,
+        create_graph: bool = False,
     ) -> None:
         """Add terms to the gradients, in place if there is a gradient already and `create_graph` is
         not set.
@@ -410,6 +399,21 @@ class GradStates(RuleBasedStateMachine):
             for name in self.steps
         }
 
+    def take_reference(self, grad: Gradient) -> None:
+        """Keep a gradient, a tensor of the same memory, and a copy."""
+        assert grad.tensor is not None
+        detached = grad.tensor.detach()
+        self.held += [grad, Gradient(grad.memory, tensor=detached)]
+        self.held.append(Gradient(grad.memory.copy(), tensor=detached.clone()))
+
+    def plain(self, value: Array) -> torch.Tensor:
+        """Return numbers as a tensor of the machine's dtype and device."""
+        return torch.tensor(value, dtype=self.dtype, device=self.device)
+
+
+class _BackwardRules(_Model):
+    """The rules that add to gradients."""
+
     @small
     @rule(c=coefficients, how=st.sampled_from(("plain", "twice", "no_grad")))
     def backward(self, c: Coefficients, how: str) -> None:
@@ -465,7 +469,9 @@ class GradStates(RuleBasedStateMachine):
         two = self.terms(second)
         with self.refused(not (one and two), UNREACHED):
             torch.autograd.backward([self.module(first), self.module(second)])
-            self.accumulate({p: one.get(p, []) + two.get(p, []) for p in one | two})
+            # the engine adds both before it accumulates: a hook sees one gradient
+            both = {p: one.get(p, []) + two.get(p, []) for p in one | two}
+            self.accumulate(both)
 
     @rule(c=coefficients, mode=st.sampled_from((torch.no_grad, torch.inference_mode)))
     def forward_without_graph(self, c: Coefficients, mode: Callable[[], Any]) -> None:
@@ -506,6 +512,10 @@ class GradStates(RuleBasedStateMachine):
         )
         self.held.append(Gradient(Memory().add([(1.0, term)]), tensor=leaf.grad))
 
+
+class _GradientRules(_Model):
+    """The rules that read, reset or change gradients which are there."""
+
     @with_gradients
     @rule()
     def take_references(self) -> None:
@@ -514,13 +524,6 @@ class GradStates(RuleBasedStateMachine):
         for p in self.parameters:
             if p.grad is not None:
                 self.take_reference(p.grad)
-
-    def take_reference(self, grad: Gradient) -> None:
-        """Keep a gradient, a tensor of the same memory, and a copy."""
-        assert grad.tensor is not None
-        detached = grad.tensor.detach()
-        self.held += [grad, Gradient(grad.memory, tensor=detached)]
-        self.held.append(Gradient(grad.memory.copy(), tensor=detached.clone()))
 
     @with_gradients
     @rule(which=resets)
@@ -631,6 +634,27 @@ class GradStates(RuleBasedStateMachine):
                 handle.remove()
             p.hooks.clear()
 
+
+class GradStates(_GradientRules, _BackwardRules):
+    """A state machine of Hypothesis over everything that changes `.grad`.
+
+    `hypothesis.stateful.run_state_machine_as_test(lambda: GradStates(...))` runs it. A subclass
+    leaves out a rule by setting its name to None, and can add rules.
+
+    Args:
+        device: the device of the parameters.
+        make_parameter: tensor of shape (2,) on `device` -> a parameter; by default
+            `torch.nn.Parameter`.
+        optimizer: list of parameters -> an optimizer. Each of its steps must equal that of a second
+            optimizer, whose parameters are plain tensors with gradients that are not shared. By
+            default the optimizers are `torch.optim.SGD`, plain, foreach and fused, whose steps a
+            formula predicts.
+
+    Attributes:
+        steps: the optimizers that step: `"plain"`, `"foreach"`, `"fused"`, and `"first"`, which has
+            only the first parameter.
+    """
+
     @small
     @rule(which=optimizers, closure=st.one_of(st.none(), coefficients))
     def step(self, which: str, closure: Coefficients | None) -> None:
@@ -674,10 +698,6 @@ class GradStates(RuleBasedStateMachine):
         twin.step()
         for p, each in zip(stepped, plain, strict=True):
             p.value = self.read(each)
-
-    def plain(self, value: Array) -> torch.Tensor:
-        """Return numbers as a tensor of the machine's dtype and device."""
-        return torch.tensor(value, dtype=self.dtype, device=self.device)
 
     @rule(name=names, flag=st.booleans())
     def requires_grad_(self, name: int, flag: bool) -> None:

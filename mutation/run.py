@@ -273,8 +273,8 @@ def _read(target: str) -> Tried | None:
 
 
 def main() -> int:
-    """Run, write the scores to `mutation/README.md` if all modules have some, and say what is not
-    explained.
+    """Run, write the scores to `build/mutation/report.md` if all modules have some, and say what is
+    not explained.
     """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -323,7 +323,7 @@ def main() -> int:
             left += 1
             print(f"  {mutant.outcome}: `{mutant.statement}` -> `{mutant.changed}`", flush=True)
     found = {target: tried for target in TARGETS if (tried := _read(target))}
-    write_report(HERE / "README.md", found, reasons, version("cosmic-ray"))
+    write_report(BUILD / "report.md", found, reasons, version("cosmic-ray"))
     return 1 if left else 0
 
 

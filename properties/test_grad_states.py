@@ -387,8 +387,10 @@ def test_a_fault_of_torch_is_found(name, monkeypatch):
 
 
 def test_a_derivative_that_torch_and_the_model_have_wrong_is_found_by_jax(monkeypatch):
-    forward, gradient = stateful._Module.forward, stateful.Term.gradient.fget
+    forward, gradient = stateful._Module.forward, stateful.LossGradient.gradient.fget
     monkeypatch.setattr(stateful._Module, "forward", lambda *args: 1.5 * forward(*args))
-    monkeypatch.setattr(stateful.Term, "gradient", property(lambda term: 1.5 * gradient(term)))
+    monkeypatch.setattr(
+        stateful.LossGradient, "gradient", property(lambda term: 1.5 * gradient(term))
+    )
     with pytest.raises(AssertionError, match=r"JAX: .*, model: "):
         run()

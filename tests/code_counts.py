@@ -204,7 +204,7 @@ class Counts:
 LIMITS: dict[str, float] = {
     **GOALS,
     # what the audit measures of evidence, custom functions and JAX scripts came to 34,000 more
-    TOKENS: 510_500,
+    TOKENS: 530_000,
     TOKENS_A_LINE: 9.2,
     COMMENTS: 3.0,
     OVER_25: 0,

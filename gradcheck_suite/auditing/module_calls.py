@@ -38,7 +38,7 @@ from gradcheck_suite.auditing.program_state import (
     RandomState,
     unchanged,
 )
-from gradcheck_suite.auditing.repeated_calls import RepeatedCalls
+from gradcheck_suite.auditing.repeated_calls import RepeatedCalls, may_be_repeated
 from gradcheck_suite.auditing.samples import (
     OWN,
     Fingerprint,
@@ -356,7 +356,8 @@ class ModuleCalls:
             in_backward = torch._C._current_graph_task_id() != -1
             with contextlib.suppress(Exception), Apart():
                 if not in_backward:
-                    self.repeated.begin(module, arguments)
+                    if may_be_repeated():
+                        self.repeated.begin(module, arguments)
                 elif torch.is_grad_enabled():
                     self.repeated.enter(module, arguments)
             if self._outermost is None and _is_in_program():
@@ -474,7 +475,8 @@ class ModuleCalls:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return
         if torch._C._current_graph_task_id() == -1:
-            self.repeated.note(module, given, output)
+            if may_be_repeated():
+                self.repeated.note(module, given, output)
         elif torch.is_grad_enabled() and differentiable(output):
             self.repeated.compare(module, given, output)
 
@@ -1127,13 +1129,6 @@ class _Replacements:
             for value, other in zip(self.arguments, then.arguments, strict=False):
                 if isinstance(value, torch.Tensor):
                     value.data.copy_(other)
-
-
-def _with_own(gradient: torch.Tensor | None, leaf: torch.Tensor) -> torch.Tensor | None:
-    """Return a gradient with what has been added to the `.grad` of its leaf."""
-    if gradient is None or leaf.grad is None:
-        return leaf.grad if gradient is None else gradient
-    return gradient + leaf.grad
 
 
 def _differentiate(

@@ -64,7 +64,7 @@ def source_line(node: fx.Node) -> str:
 
 
 @dataclass(frozen=True)
-class Place:
+class SourceLine:
     """A line of the user's code, or of a library other than torch.
 
     Attributes:
@@ -80,13 +80,13 @@ class Place:
     function: str
 
 
-def place_of_error(error: BaseException) -> Place | None:
+def place_of_error(error: BaseException) -> SourceLine | None:
     """Return an exception's innermost line in the user's code, or None."""
     for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
         code = frame.f_code
         if is_outside_torch(code.co_filename):
             line = linecache.getline(code.co_filename, number).strip()
-            return Place(
+            return SourceLine(
                 code.co_filename,
                 number,
                 line,
@@ -760,7 +760,7 @@ def _not_exportable(
     )
 
 
-def _rewrite(place: Place, model: nn.Module, loss: LossFunction, batch: Batch) -> str:
+def _rewrite(place: SourceLine, model: nn.Module, loss: LossFunction, batch: Batch) -> str:
     """Return the lines that help where a loss takes a decision at a place."""
     if "expert" in place.line and hasattr(model, "set_experts_implementation"):
         return EXPERTS

@@ -507,7 +507,9 @@ class _Call(nn.Module):
 
 
 def _combined(call: nn.Module, weights: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack([(x * w).sum().double() for x, w in zip(call(), weights, strict=True)]).sum()
+    sums = [(out * weight).sum() for out, weight in zip(call(), weights, strict=True)]
+    # the outputs may have different dtypes
+    return torch.stack([each.double() for each in sums]).sum()
 
 
 def _own_gradient(call: _Call, weights: list[torch.Tensor]) -> list[npt.NDArray[np.float64]]:
@@ -565,7 +567,9 @@ def _compared(
     largest = max(_largest(got), _largest(right))
     allowed = tolerances[0] * largest + tolerances[1]
     with np.errstate(all="ignore"):
-        off = np.where((got == right) | (np.isnan(got) & np.isnan(right)), 0, np.abs(got - right))
+        # infinity less infinity is NaN, though both are the same
+        same = (got == right) | (np.isnan(got) & np.isnan(right))
+        off = np.where(same, 0, np.abs(got - right))
         worst = float(np.max(np.where(np.isnan(off), np.inf, off), initial=0))
         if worst <= allowed:
             return None
@@ -573,4 +577,10 @@ def _compared(
         if np.any(right):
             factor = float(np.sum(got * right) / np.sum(right * right))
             factor = factor if np.max(np.abs(got - factor * right)) <= allowed else None
-    return WrongBackward(kind, number, worst / (largest or 1.0), allowed / (largest or 1.0), factor)
+    return WrongBackward(
+        kind,
+        number,
+        worst / (largest or 1.0),
+        allowed / (largest or 1.0),
+        factor,
+    )

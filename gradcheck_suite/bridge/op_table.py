@@ -263,7 +263,9 @@ def absolute(x: Array) -> Array:
     # JAX multiplies the derivative of the branch that is not taken by 0, and 0 times infinity is
     # NaN: the inner `where` keeps it finite
     # (https://docs.jax.dev/en/latest/faq.html#gradients-contain-nan-where-using-where)
-    return jnp.where(zero, 0, jnp.abs(jnp.where(zero, 1, x))) if is_complex(x) else jnp.abs(x)
+    if is_complex(x):
+        return jnp.where(zero, 0, jnp.abs(jnp.where(zero, 1, x)))
+    return jnp.abs(x)
 
 
 def to_array(tensor: torch.Tensor) -> Array:

@@ -68,8 +68,9 @@ class Signal:
 
     def with_features(self, features: int) -> Signal:
         """Return a signal of the same form whose feature axis has another length."""
-        size = (features, *self.size[1:]) if self.form == "image" else (*self.size[:-1], features)
-        return Signal(self.form, size, self.padded)
+        if self.form == "image":
+            return Signal(self.form, (features, *self.size[1:]), self.padded)
+        return Signal(self.form, (*self.size[:-1], features), self.padded)
 
 
 def feature_axis(signal: Signal) -> int:
@@ -127,7 +128,12 @@ def on(
 
     Without options, these are every combination of the choices.
     """
-    return Variants(forms, product(**choices) if options is None else options, fits, min_features)
+    return Variants(
+        forms,
+        product(**choices) if options is None else options,
+        fits,
+        min_features,
+    )
 
 
 _FORM_NAMES = {
@@ -340,7 +346,13 @@ def _prefix_mask(rng: np.random.Generator, items: int, length: int) -> Bools:
 
 
 def _sequence(options: Options, rng: np.random.Generator, items: int) -> Arrays:
-    arrays = _normal(options, rng, items, options["length"], options["size"])
+    arrays = _normal(
+        options,
+        rng,
+        items,
+        options["length"],
+        options["size"],
+    )
     if options["padded"]:
         arrays["mask"] = _prefix_mask(rng, items, options["length"])
     return arrays

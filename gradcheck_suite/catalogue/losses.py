@@ -354,7 +354,12 @@ def _l1(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> 
 
 
 def _smooth_l1(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> torch.Tensor:
-    return F.smooth_l1_loss(out, batch["target"], beta=options["beta"], reduction=reduction)
+    return F.smooth_l1_loss(
+        out,
+        batch["target"],
+        beta=options["beta"],
+        reduction=reduction,
+    )
 
 
 def _smooth_l1_in_jax(out: jax.Array, target: jax.Array, beta: float) -> jax.Array:
@@ -363,7 +368,12 @@ def _smooth_l1_in_jax(out: jax.Array, target: jax.Array, beta: float) -> jax.Arr
 
 
 def _huber(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> torch.Tensor:
-    return F.huber_loss(out, batch["target"], delta=options["delta"], reduction=reduction)
+    return F.huber_loss(
+        out,
+        batch["target"],
+        delta=options["delta"],
+        reduction=reduction,
+    )
 
 
 def _mse_and_l1(
@@ -502,7 +512,12 @@ def _with_z_loss(
     logits = rows(out)
     target = batch["target"].flatten()
     penalty = logits.logsumexp(1)[target != IGNORE_INDEX] ** 2
-    cross_entropy = F.cross_entropy(logits, target, ignore_index=IGNORE_INDEX, reduction=reduction)
+    cross_entropy = F.cross_entropy(
+        logits,
+        target,
+        ignore_index=IGNORE_INDEX,
+        reduction=reduction,
+    )
     return cross_entropy + SECOND * (penalty.mean() if reduction == "mean" else penalty.sum())
 
 
@@ -528,7 +543,12 @@ def _distillation(
     log_student, log_teacher = (
         (logits / temperature).log_softmax(1) for logits in (student, teacher)
     )
-    soft = F.kl_div(log_student, log_teacher, log_target=True, reduction="sum")
+    soft = F.kl_div(
+        log_student,
+        log_teacher,
+        log_target=True,
+        reduction="sum",
+    )
     soft = soft / len(student) if reduction == "mean" else soft
     return (
         F.cross_entropy(student, batch["target"].flatten(), reduction=reduction)
@@ -616,7 +636,12 @@ def _multilabel(
     options: Options, out: torch.Tensor, batch: Tensors, reduction: str
 ) -> torch.Tensor:
     weight = class_weights(options, rows(out))
-    return F.multilabel_soft_margin_loss(out, batch["target"], weight=weight, reduction=reduction)
+    return F.multilabel_soft_margin_loss(
+        out,
+        batch["target"],
+        weight=weight,
+        reduction=reduction,
+    )
 
 
 def _multilabel_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Array:
@@ -641,7 +666,12 @@ def _kl_div(options: Options, out: torch.Tensor, batch: Tensors, reduction: str)
         # `reduction="mean"` computes this mean, too, and warns at every call
         return F.kl_div(log_probabilities, target, reduction="none", log_target=log_target).mean()
     reduction = "batchmean" if reduction == "mean" else reduction
-    return F.kl_div(log_probabilities, target, reduction=reduction, log_target=log_target)
+    return F.kl_div(
+        log_probabilities,
+        target,
+        reduction=reduction,
+        log_target=log_target,
+    )
 
 
 def _kl_div_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Array:
@@ -674,7 +704,12 @@ def _gaussian_nll(
     options: Options, out: torch.Tensor, batch: Tensors, reduction: str
 ) -> torch.Tensor:
     if not options["learned_variance"]:
-        return F.gaussian_nll_loss(out, batch["target"], batch["variance"], reduction=reduction)
+        return F.gaussian_nll_loss(
+            out,
+            batch["target"],
+            batch["variance"],
+            reduction=reduction,
+        )
     mean, raw = out.chunk(2, dim=class_axis(out))
     return F.gaussian_nll_loss(
         mean, batch["target"], F.softplus(raw) + SMALLEST_VARIANCE, reduction=reduction
@@ -733,8 +768,9 @@ def _cosine(options: Options, out: torch.Tensor, batch: Tensors, reduction: str)
 
 def _cosine_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Array:
     other = batch["other"]
-    squares = ((out**2).sum(axis=-1) + COSINE_EPS) * ((other**2).sum(axis=-1) + COSINE_EPS)
-    cosine = (out * other).sum(axis=-1) / jnp.sqrt(squares)
+    of_out = (out**2).sum(axis=-1) + COSINE_EPS
+    of_other = (other**2).sum(axis=-1) + COSINE_EPS
+    cosine = (out * other).sum(axis=-1) / jnp.sqrt(of_out * of_other)
     return jnp.where(batch["target"] == 1, 1 - cosine, hinge(cosine - options["margin"]))
 
 
@@ -854,7 +890,14 @@ def elementwise(
             jax_loss(out, batch["target"], **{option: options[option] for option in choices})
         )
 
-    return LossDefinition(name, on(*FLOATS, **choices), targets, torch_loss, jax_items, axes=0)
+    return LossDefinition(
+        name,
+        on(*FLOATS, **choices),
+        targets,
+        torch_loss,
+        jax_items,
+        axes=0,
+    )
 
 
 def _over_targets(

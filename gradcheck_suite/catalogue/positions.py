@@ -81,9 +81,9 @@ def _length(size: int, o: Options) -> int:
     """Return the output length along an axis of `size`, as torch's `Conv1d` and `MaxPool2d`
     document it.
     """
-    return int(
-        (size + 2 * o["padding"] - o.get("dilation", 1) * (o["kernel"] - 1) - 1) // o["stride"] + 1
-    )
+    covered = o.get("dilation", 1) * (o["kernel"] - 1) + 1
+    last_start = size + 2 * o["padding"] - covered
+    return int(last_start // o["stride"] + 1)
 
 
 def _lengths(signal: Signal, options: Options) -> tuple[int, ...]:
@@ -244,7 +244,13 @@ def _pooling(
         return _every_window_holds_a_pixel(signal, o) and _has_usual_size(signal, o)
 
     variants = on("image", options=options, fits=fits)
-    return LayerDefinition(name, variants, _pooled, lambda signal, o: module(o), jax_apply)
+    return LayerDefinition(
+        name,
+        variants,
+        _pooled,
+        lambda signal, o: module(o),
+        jax_apply,
+    )
 
 
 def _bins(x: jax.Array, size: int) -> Iterator[tuple[slice, slice]]:
@@ -270,7 +276,13 @@ def _adaptive(
         return jnp.stack(pooled, -1).reshape(*x.shape[:2], o["size"], o["size"])
 
     variants = on("image", fits=lambda signal, o: signal.positions == (4, 5), size=(1, 2))
-    return LayerDefinition(name, variants, out, lambda signal, o: module(o["size"]), jax_apply)
+    return LayerDefinition(
+        name,
+        variants,
+        out,
+        lambda signal, o: module(o["size"]),
+        jax_apply,
+    )
 
 
 # Pooling of a sequence to one vector: the mean, maximum or last of its valid positions.
@@ -316,7 +328,9 @@ class LastStep(torch.nn.Module):
 
 
 def _mean(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -> jax.Array:
-    kept = extras["mask"].astype(x.dtype) if "mask" in extras else jnp.ones(x.shape[:2], x.dtype)
+    kept = jnp.ones(x.shape[:2], x.dtype)
+    if "mask" in extras:
+        kept = extras["mask"].astype(x.dtype)
     return jnp.einsum("ntd,nt->nd", x, kept) / kept.sum(1)[:, None]
 
 
@@ -496,7 +510,14 @@ def _normalization(  # noqa: PLR0913 - the arguments of a kind of layer
         return make(*groups, signal.features, eps=EPS, **{affine: o["affine"]}).train()
 
     variants = variants or on(*forms, affine=(False, True))
-    return LayerDefinition(name, variants, out or same, torch_module, jax_apply, axes=axes)
+    return LayerDefinition(
+        name,
+        variants,
+        out or same,
+        torch_module,
+        jax_apply,
+        axes=axes,
+    )
 
 
 def _batch_norm_in_train_mode(signal: Signal, options: Options) -> torch.nn.Module:

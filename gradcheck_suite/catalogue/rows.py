@@ -291,7 +291,13 @@ def _transformer(options: Options, params: Arguments, x: jax.Array, extras: Argu
     visible = visible_keys(x, extras, causal=False)
 
     def attention(x: jax.Array) -> jax.Array:
-        return attend(params, "block.self_attn.", x, options["heads"], visible)
+        return attend(
+            params,
+            "block.self_attn.",
+            x,
+            options["heads"],
+            visible,
+        )
 
     def network(x: jax.Array) -> jax.Array:
         hidden = _TRANSFORMER_ACTIVATIONS[options["activation"]](
@@ -373,7 +379,12 @@ def _run(cell: Cell, options: Options, params: Arguments, suffix: str, x: jax.Ar
         state = cell(options, xs, state[0] @ w_h.T + b_h, *state)
         return state, state[0]
 
-    _, steps = jax.lax.scan(step, (start, start), from_input, reverse=suffix.endswith("reverse"))
+    _, steps = jax.lax.scan(
+        step,
+        (start, start),
+        from_input,
+        reverse=suffix.endswith("reverse"),
+    )
     return jnp.swapaxes(steps, 0, 1)
 
 

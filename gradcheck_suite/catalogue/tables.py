@@ -490,7 +490,13 @@ def _apply(
             x = x + _apply(layer.layers, signal, given, x, f"{name}.")
         elif kind.wraps == "shared":
             for _ in range(2):
-                x = _apply(layer.layers, signal, given, x, f"{name}.")
+                x = _apply(
+                    layer.layers,
+                    signal,
+                    given,
+                    x,
+                    f"{name}.",
+                )
         else:
             assert kind.jax_apply is not None
             names = value_names(name, given.values, given.ties)

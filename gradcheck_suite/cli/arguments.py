@@ -26,7 +26,7 @@ from gradcheck_suite.core.options import (
     SEED,
     Option,
     Options,
-    Values,
+    OptionValues,
     option,
     options_of,
 )
@@ -85,7 +85,7 @@ def top_parser(program: str, commands: Mapping[str, str]) -> Parser:
     return parser
 
 
-def reader(values: Values) -> Callable[[str], Any]:
+def reader(values: OptionValues) -> Callable[[str], Any]:
     """Return the `type` of an argument that takes these values."""
 
     def read(text: str) -> Any:

@@ -25,10 +25,10 @@ from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli import exit_status
 from gradcheck_suite.cli.arguments import OutputOptions
 from gradcheck_suite.cli.loading import no_file
-from gradcheck_suite.cli.progress import Output
+from gradcheck_suite.cli.progress import Output, page_of
 from gradcheck_suite.core.options import LIVE_NAMES, AuditOptions
 from gradcheck_suite.core.records import KINDS, append_record
-from gradcheck_suite.core.results import Result, Violation, no_longer_found, result_lines
+from gradcheck_suite.core.results import Result, no_longer_found, result_lines
 from gradcheck_suite.core.source_lines import places_source
 from gradcheck_suite.core.text import say
 from gradcheck_suite.errors import UsageError
@@ -240,15 +240,6 @@ def _ran(
     return raised, _tell_of(raised)
 
 
-def _page(violations: Sequence[Violation], loop: str, lines: Sequence[str]) -> str:
-    from gradcheck_suite.page.render import violations_html
-    from gradcheck_suite.page.violation import violation_page
-
-    return violations_html(
-        [violation_page(v, loop=loop, name=str(i)) for i, v in enumerate(violations)], lines
-    )
-
-
 def _finish(arguments: list[str], output: Output, result: Result, status: int) -> int:
     """Print and write the result; return the exit status, also if a file cannot be written.
 
@@ -269,7 +260,7 @@ def _finish(arguments: list[str], output: Output, result: Result, status: int) -
     about = environment.environment()
     found = [replace(v, source=places_source(v.places, output.folder)) for v in result.violations]
     output.deliver(
-        PROGRAM, [result], about, lambda: _page(found, result.loop, lines), stale, sys.stderr
+        PROGRAM, [result], about, lambda: page_of(found, result.loop, lines), stale, sys.stderr
     )
     violations = [{**violation.to_json(), "source": violation.source} for violation in found]
     data = {**result.to_json(), "arguments": arguments, "violations": violations}

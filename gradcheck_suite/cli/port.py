@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
+from dataclasses import replace
+from functools import partial
 
 from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli import exit_status
 from gradcheck_suite.cli.arguments import OutputOptions
 from gradcheck_suite.cli.loading import expect_found, resolve_function
-from gradcheck_suite.cli.progress import Output
+from gradcheck_suite.cli.progress import Output, page_of
 from gradcheck_suite.cli.waiting import IMPORTS, waiting
 from gradcheck_suite.core.options import PortOptions, options_of
+from gradcheck_suite.core.results import no_longer_found
+from gradcheck_suite.core.source_lines import places_source
 from gradcheck_suite.core.text import say
 from gradcheck_suite.run import environment
 from gradcheck_suite.run.private_names import expect_present
@@ -41,10 +45,12 @@ def add_arguments(parser: parsers.Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Judge the pair, and print and write the verdict."""
     options = parsers.parsed(arguments, PortOptions)
-    parsers.expect_writable(None, json=arguments.json, html=arguments.html)
     environment.expect_main_job()
     expect_found(arguments.pair)
-    with Output(OutputOptions(**{name: getattr(arguments, name) for name in OUTPUTS})) as output:
+    given = {name: getattr(arguments, name) for name in OUTPUTS}
+    wanted = OutputOptions(**parsers.configured(OutputOptions)).replace(**given)
+    wanted.expect_writable()
+    with Output(wanted) as output:
         return _judge(arguments, options, output)
 
 
@@ -59,13 +65,19 @@ def _judge(arguments: argparse.Namespace, options: PortOptions, output: Output) 
     gc.freeze()  # the frameworks stay until the end
     with in_double():
         make = resolve_function(arguments.pair, "a pair")
-    result = judge_function(make, arguments.pair, options)
+    baseline = output.options.baseline
+    result = judge_function(make, arguments.pair, options, baseline)
+    stale = no_longer_found(baseline, [result])
     lines = result.lines
     say(lines[:1] if arguments.quiet else lines)
+    shown_map = ["", "map:", *(f"  {line}" for line in result.map_lines)]
     if options.show_map:
-        say(["", "map:", *(f"  {line}" for line in result.map_lines)])
-    output.deliver(PROGRAM, [result], environment.environment(PACKAGES), result.to_html)
+        say(shown_map)
+    about = environment.environment(PACKAGES)
+    found = [replace(v, source=places_source(v.places, output.folder)) for v in result.violations]
+    page = partial(page_of, found, result.loop, [*lines, *shown_map])
+    output.deliver(PROGRAM, [result], about, page, stale)
     if result.verdict == "unjudged":
         return exit_status.fail(PROGRAM, f"{arguments.pair}: {result.unjudged}")
     sys.stdout.flush()
-    return exit_status.VIOLATED if result.differences else exit_status.HOLDS
+    return exit_status.VIOLATED if result.violations or stale else exit_status.HOLDS

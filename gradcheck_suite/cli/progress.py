@@ -19,7 +19,13 @@ from gradcheck_suite.cli.arguments import OutputOptions
 from gradcheck_suite.cli.exit_status import attempt, fail
 from gradcheck_suite.core.formats import rendered
 from gradcheck_suite.core.records import write_json, write_text
-from gradcheck_suite.core.results import ToJson, Verdict, notices_of, results_to_json
+from gradcheck_suite.core.results import (
+    Result,
+    Verdict,
+    Violation,
+    notices_of,
+    results_to_json,
+)
 from gradcheck_suite.core.text import say
 
 
@@ -128,7 +134,7 @@ class Output(AbstractContextManager["Output"]):
     def deliver(
         self,
         program: str,
-        results: Sequence[ToJson],
+        results: Sequence[Result],
         about: dict[str, Any],
         page: Callable[[], str],
         stale: Sequence[str] = (),
@@ -185,3 +191,18 @@ class Output(AbstractContextManager["Output"]):
             except ValueError:  # the code under test has closed it
                 with open(1, "w", encoding="utf-8", closefd=False) as output:
                     output.write(self._document)
+
+
+def page_of(violations: Sequence[Violation], loop: str, lines: Sequence[str]) -> str:
+    """Return the page of what an audit or a comparison of a port found.
+
+    Args:
+        violations: with their `source`, where that is known.
+        loop: the script's or the pair's name.
+        lines: the verdict in words.
+    """
+    from gradcheck_suite.page.render import violations_html
+    from gradcheck_suite.page.violation import violation_page
+
+    pages = [violation_page(v, loop=loop, name=str(i)) for i, v in enumerate(violations)]
+    return violations_html(pages, lines)

@@ -642,7 +642,12 @@ def probe_case(
         options["unit"] = unit
     loss = Loss("identity", reduction=reduction, **options)
     spec = ProblemSpec(Input("index", items=items), (Layer("readout"),), loss)
-    return Case(spec, plan.replace(masked=()), dtype=dtype, device=device)
+    return Case(
+        spec,
+        plan.replace(masked=()),
+        dtype=dtype,
+        device=device,
+    )
 
 
 def is_probe(case: Case) -> bool:

@@ -116,11 +116,21 @@ def worst_difference(observed: Vector, expected: Vector, allowed: Vector) -> Dif
         allowed: (P,), at least 0: the bound of each element.
     """
     if not len(observed):
-        return Difference(0, 0.0, 0.0, 0)
+        return Difference(
+            0,
+            0.0,
+            0.0,
+            0,
+        )
     with np.errstate(invalid="ignore"):
         error = elementwise_error(observed, expected)
     with np.errstate(divide="ignore"):
-        ratio = np.divide(error, allowed, out=np.zeros_like(error), where=error > 0)
+        ratio = np.divide(
+            error,
+            allowed,
+            out=np.zeros_like(error),
+            where=error > 0,
+        )
     index = int(np.argmax(ratio))
     return Difference(
         index, float(error[index]), float(allowed[index]), int(np.count_nonzero(error > allowed))
@@ -265,6 +275,16 @@ def student_factor(draws: int = DRAWS) -> float:
     return -float(stdtrit(draws, FALSE_ALARM / 2))
 
 
+def within(one: Any, other: Any, allowed: Any) -> bool:
+    """Return whether every element is as near to its counterpart as is allowed; NaN never is."""
+    return bool((np.abs(one - other) <= allowed).all())
+
+
+def beyond(one: Any, other: Any, allowed: Any) -> bool:
+    """Return whether an element is further from its counterpart than is allowed; NaN never is."""
+    return bool((np.abs(one - other) > allowed).any())
+
+
 def finite_or_right(observed: Vector, expected: Vector) -> Vector:
     """Return an observed gradient in which what may be NaN is as expected, (P,).
 
@@ -371,7 +391,12 @@ def coarse_bound(
         layout: layout of the vector.
         smallest: as for `accumulation_bound`.
     """
-    return accumulation_bound(layout.spread(_finite(sizes)), terms, dtype, smallest=smallest)
+    return accumulation_bound(
+        layout.spread(_finite(sizes)),
+        terms,
+        dtype,
+        smallest=smallest,
+    )
 
 
 def _finite(vector: Vector) -> Vector:

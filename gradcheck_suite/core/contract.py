@@ -246,15 +246,23 @@ def expect_plain_function(found: Any, called: str, expected: str, *arguments: ob
             f"{called} is a generator (it contains yield), and calling it runs nothing: remove the"
             " yield"
         )
+    refusing = _signature_that_refuses(found, arguments)
+    if refusing is not None:
+        name = called.rpartition(":")[2]
+        raise UsageError(f"{called} is {name}{refusing}: expected {expected}")
+
+
+def _signature_that_refuses(found: Any, arguments: Iterable[Any]) -> inspect.Signature | None:
+    """Return the signature of what cannot be called with some arguments, None where it can be."""
     try:
         signature = signature_of(found)
     except (TypeError, ValueError):
-        return  # some callables written in C have no signature: the call itself will fail
+        return None  # some callables written in C have no signature: the call itself fails then
     try:
         signature.bind(*arguments)
     except TypeError:
-        name = called.rpartition(":")[2]
-        raise UsageError(f"{called} is {name}{signature}: expected {expected}") from None
+        return signature
+    return None
 
 
 LOOP_EXPECTED = "a function of one argument, the TrainingRun"
@@ -280,18 +288,13 @@ def _expect_arguments(name: str, function: Any, wanted: tuple[str, ...]) -> None
         code and (code.co_argcount, code.co_kwonlyargcount) == (len(wanted), 0)
     ):
         return
-    try:
-        signature = signature_of(function)
-    except (TypeError, ValueError):
-        return  # some callables written in C have no signature: the call itself fails then
-    try:
-        signature.bind(*wanted)
-    except TypeError:
-        shown = f"{getattr(function, '__name__', type(function).__name__)}{signature}"
+    refusing = _signature_that_refuses(function, wanted)
+    if refusing is not None:
+        shown = f"{getattr(function, '__name__', type(function).__name__)}{refusing}"
         raise UsageError(
             f"Problem: {name} is called as {name}({', '.join(wanted)}), and {shown} does not take"
             " these arguments"
-        ) from None
+        )
 
 
 def is_assumption(name: Any) -> bool:

@@ -70,17 +70,38 @@ def _gradient(
     ranks: str = "",
     **more: Any,
 ) -> Fault:
-    return Fault(name, "gradient", meaning, Remedy(remedy, jax, ranks), evidence, **more)
+    return Fault(
+        name,
+        "gradient",
+        meaning,
+        Remedy(remedy, jax, ranks),
+        evidence,
+        **more,
+    )
 
 
 def _steps(name: str, meaning: str, remedy: str, *, jax: str | None = None, **more: Any) -> Fault:
-    return Fault(name, "step-count", meaning, Remedy(remedy, jax), "steps", **more)
+    return Fault(
+        name,
+        "step-count",
+        meaning,
+        Remedy(remedy, jax),
+        "steps",
+        **more,
+    )
 
 
 def _parameters(name: str, meaning: str, remedy: str, **more: Any) -> Fault:
     own = {"jax": None, "command": "verify", **more}
     jax = own.pop("jax")
-    return Fault(name, "parameters", meaning, Remedy(remedy, jax), "state", **own)
+    return Fault(
+        name,
+        "parameters",
+        meaning,
+        Remedy(remedy, jax),
+        "state",
+        **own,
+    )
 
 
 _ROWS = (

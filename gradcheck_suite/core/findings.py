@@ -38,15 +38,33 @@ class Row:
 
 
 def _finding(name: str, meaning: str, remedy: str = "", severity: Severity = "warning") -> Row:
-    return Row(name, "finding", meaning, remedy, severity)
+    return Row(
+        name,
+        "finding",
+        meaning,
+        remedy,
+        severity,
+    )
 
 
 def _note(name: str, meaning: str, remedy: str = "") -> Row:
-    return Row(name, "finding", meaning, remedy, "note")
+    return Row(
+        name,
+        "finding",
+        meaning,
+        remedy,
+        "note",
+    )
 
 
 def _reason(name: str, meaning: str, remedy: str = "", severity: Severity = "warning") -> Row:
-    return Row(name, "reason", meaning, remedy, severity)
+    return Row(
+        name,
+        "reason",
+        meaning,
+        remedy,
+        severity,
+    )
 
 
 _ROWS = (
@@ -367,10 +385,22 @@ def finding(name: str, sentence: str, where: object = None, remedy: str | None =
     row = FINDINGS.get(name) or _of_fault(name)
     place = None if where is None else str(where)
     remedy = row.remedy if remedy is None else remedy
-    return Found(name, sentence, place, remedy, row.kind, row.severity)
+    return Found(
+        name,
+        sentence,
+        place,
+        remedy,
+        row.kind,
+        row.severity,
+    )
 
 
 def _of_fault(name: str) -> Row:
     """Return the row of a finding that `verify` knows as a fault."""
     assert name in FAULTS, f"{name} has no row in core/findings.py"
-    return Row(name, "finding", FAULTS[name].meaning, FAULTS[name].remedy.torch)
+    return Row(
+        name,
+        "finding",
+        FAULTS[name].meaning,
+        FAULTS[name].remedy.torch,
+    )

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
 
+from gradcheck_suite.core.causes import meaning, remedy
 from gradcheck_suite.core.faults import FAULTS
 from gradcheck_suite.core.findings import FINDINGS, Row
 
@@ -152,7 +153,7 @@ def _rule(name: str) -> dict[str, Any]:
     if name in FINDINGS:
         return _rule_of_finding(FINDINGS[name])
     if name not in FAULTS:
-        return {"id": name}
+        return _rule_of_cause(name)
     fault = FAULTS[name]
     remedies = dict.fromkeys(
         [fault.remedy.torch, *(remedy.torch for remedy in fault.causes.values())]
@@ -163,6 +164,16 @@ def _rule(name: str) -> dict[str, Any]:
         "help": {"text": "\n".join(remedies)},
         "properties": {"kind": fault.kind},
     }
+
+
+def _rule_of_cause(name: str) -> dict[str, Any]:
+    """Return the rule of what a port differs by, or of a name that has no row."""
+    rule: dict[str, Any] = {"id": name}
+    if text := meaning(name):
+        rule["shortDescription"] = {"text": text}
+    if text := remedy(name):
+        rule["help"] = {"text": text}
+    return rule
 
 
 def _rule_of_finding(row: Row) -> dict[str, Any]:
@@ -209,7 +220,7 @@ class Accepted:
 
     Attributes:
         fault: its name.
-        file: in which it is, as seen from the working directory.
+        file: in which it is, as seen from the working directory; empty for any.
         reason: why it is accepted.
         line: where it is in the file; None for anywhere.
     """
@@ -219,7 +230,18 @@ class Accepted:
     reason: str
     line: int | None = None
 
+    @classmethod
+    def read(cls, text: str, reason: str) -> Accepted:
+        """Return the entry that `NAME`, `NAME@FILE` or `NAME@FILE:LINE` stands for."""
+        name, _, place = text.partition("@")
+        file, _, line = place.rpartition(":")
+        if file and line.isdigit():
+            return cls(name, file, reason, int(line))
+        return cls(name, place, reason)
+
     def __str__(self) -> str:
+        if not self.file:
+            return self.fault
         return f"{self.fault}@{self.file}" + ("" if self.line is None else f":{self.line}")
 
 
@@ -234,7 +256,8 @@ def is_accepted(accepted: str, diagnosis: str, where: str | None, beside: str = 
     """
     name, _, place = accepted.partition("@")
     lines = (where or "").split(" < ")
-    places = {*lines, *(line.rpartition(":")[0] for line in (*lines, *beside.split(" < ")))} - {""}
-    return name == diagnosis and (
-        not place or any(one == place or one.endswith(f"/{place}") for one in places)
-    )
+    files = {line.rpartition(":")[0] for line in (*lines, *beside.split(" < "))}
+    places = files.union(lines) - {""}
+    if name != diagnosis:
+        return False
+    return not place or any(one == place or one.endswith(f"/{place}") for one in places)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
 from gradcheck_suite.core.case import DEVICES, DTYPES, MAX_SEED, is_integer
+from gradcheck_suite.core.causes import CAUSES, is_cause
 from gradcheck_suite.core.contract import (
     ASSUMPTIONS,
     AUTOCAST_DTYPES,
@@ -47,7 +48,7 @@ EVALUATORS = (NUMPY, XLA)
 
 
 @dataclass(frozen=True)
-class Values:
+class OptionValues:
     """The values that an option takes.
 
     Attributes:
@@ -87,19 +88,24 @@ class Values:
         )
 
 
-def integer(low: int, high: int | None = None, expected: str = "") -> Values:
+def integer(low: int, high: int | None = None, expected: str = "") -> OptionValues:
     """Return the whole numbers from `low` to `high`, or without an upper limit."""
 
     def accepts(value: Any) -> bool:
         return is_integer(value) and value >= low and (high is None or value <= high)
 
-    return Values(expected or f"an integer from {low} to {high}", accepts, int)
+    return OptionValues(expected or f"an integer from {low} to {high}", accepts, int)
 
 
-def one_of(names: Iterable[str], read: Callable[[str], Any] = str) -> Values:
+def one_of(names: Iterable[str], read: Callable[[str], Any] = str) -> OptionValues:
     """Return some names."""
     allowed = tuple(names)
-    return Values(f"one of {', '.join(allowed)}", allowed.__contains__, read, allowed)
+    return OptionValues(
+        f"one of {', '.join(allowed)}",
+        allowed.__contains__,
+        read,
+        allowed,
+    )
 
 
 def _is_number(value: Any, least: float) -> bool:
@@ -116,10 +122,10 @@ def _is_limit(value: Any) -> bool:
 POSITIVE_INTEGER = integer(1, expected="a positive integer")
 NATURAL = integer(0, expected="0 or a positive integer")
 SEED = integer(0, MAX_SEED)
-SECONDS = Values("a positive number of seconds", _is_limit, float)
+SECONDS = OptionValues("a positive number of seconds", _is_limit, float)
 
 
-class _Entries(Values):
+class _Entries(OptionValues):
     def checked(self, value: Any) -> Accepted:
         if isinstance(value, Accepted):
             return value
@@ -132,7 +138,7 @@ class _Entries(Values):
             if not isinstance(value.get(key), str) or not value[key].strip():
                 raise UsageError(f"{key} is no text: expected {self.expected}, got {value!r}")
         for name in sorted(names_of(value["fault"])):
-            one_of((*FAULTS, *FINDINGS)).checked(name)
+            one_of((*FAULTS, *FINDINGS, *CAUSES)).checked(name)
         if "line" in value:
             POSITIVE_INTEGER.checked(value["line"])
         return Accepted(**value)
@@ -141,10 +147,12 @@ class _Entries(Values):
 ACCEPTED = _Entries(
     'entries such as {fault = "wrong-scale", file = "train.py", reason = "why"}', lambda _: True
 )
-FLAG = Values("True or False", lambda value: isinstance(value, bool))
-NAME = Values("a name", lambda value: isinstance(value, str), str.lower)
-PATH = Values("a path", lambda value: isinstance(value, Path), Path)
-ASSUMPTION = Values(f"one of {', '.join(ASSUMPTIONS)}", is_assumption, names=tuple(ASSUMPTIONS))
+FLAG = OptionValues("True or False", lambda value: isinstance(value, bool))
+NAME = OptionValues("a name", lambda value: isinstance(value, str), str.lower)
+PATH = OptionValues("a path", lambda value: isinstance(value, Path), Path)
+ASSUMPTION = OptionValues(
+    f"one of {', '.join(ASSUMPTIONS)}", is_assumption, names=tuple(ASSUMPTIONS)
+)
 
 
 # One option, and a dataclass of options.
@@ -173,7 +181,7 @@ class Option:
 
     name: str
     default: Any
-    values: Values
+    values: OptionValues
     help: str
     flag: str
     short: str = ""
@@ -220,7 +228,7 @@ class Option:
         return tuple(dict.fromkeys(self.values.checked(one) for one in several))
 
 
-def option(default: Any, values: Values, help: str, flag: str = "", **more: Any) -> Any:
+def option(default: Any, values: OptionValues, help: str, flag: str = "", **more: Any) -> Any:
     """Return a field of an options' dataclass.
 
     Args:
@@ -415,7 +423,7 @@ class VerifyOptions(Options):
     )
     second_opinion_s: float = option(
         SECOND_OPINION_S,
-        Values("a number of seconds, 0 or more", lambda value: _is_number(value, 0), float),
+        OptionValues("a number of seconds, 0 or more", lambda value: _is_number(value, 0), float),
         "seconds after which JAX computes no further window of a user's Problem; it computes at"
         " least one",
     )
@@ -462,7 +470,7 @@ LIVE_NAMES = (*LIVE_DIAGNOSES, *FINDINGS)
 """Every name that an audit gives: of a fault, a finding or a reason."""
 ALL_FINDINGS = "findings"
 """Stands for every finding."""
-FAIL_ON = Values(
+FAIL_ON = OptionValues(
     f"the name of a finding or a reason, or {ALL_FINDINGS}",
     (*LIVE_NAMES, ALL_FINDINGS).__contains__,
     names=(*LIVE_NAMES, ALL_FINDINGS),
@@ -513,7 +521,7 @@ class AuditOptions(Options):
     )
     budget: str | None = option(
         None,
-        Values(
+        OptionValues(
             f"a share of the run's time, such as {DEFAULT_BUDGET}, or {NO_BUDGET}",
             lambda value: bool(_share_of(value)),
         ),
@@ -544,7 +552,7 @@ class AuditOptions(Options):
     )
     accept: tuple[str, ...] = option(
         (),
-        Values(
+        OptionValues(
             "NAME, NAME@FILE or NAME@FILE:LINE, with the name of a fault, a finding or a reason",
             _is_acceptable,
             names=LIVE_NAMES,
@@ -566,7 +574,7 @@ class AuditOptions(Options):
     )
     objectives: tuple[str, ...] = option(
         (),
-        Values("FILE:LINE=COUNT, such as 'train.py:40=mask.sum()'", _is_objective),
+        OptionValues("FILE:LINE=COUNT, such as 'train.py:40=mask.sum()'", _is_objective),
         "what the mean divides by in a loss that cannot be read: the line of its backward, and an"
         " expression of the names there",
         "--objective",
@@ -639,6 +647,10 @@ class AuditOptions(Options):
 # The options of a comparison of a port.
 
 
+def _is_acceptable_cause(value: Any) -> bool:
+    return isinstance(value, str) and is_cause(value.partition("@")[0])
+
+
 @dataclass(frozen=True)
 class PortOptions(Options):
     """How a JAX model is compared with a torch module."""
@@ -664,6 +676,20 @@ class PortOptions(Options):
         " that of float64",
         "--dtype",
         metavar="DTYPE",
+        in_project=True,
+    )
+    accept: tuple[str, ...] = option(
+        (),
+        OptionValues(
+            "NAME, NAME@FILE or NAME@FILE:LINE, with the name of a cause",
+            _is_acceptable_cause,
+            names=tuple(CAUSES),
+        ),
+        "report a difference of this cause, everywhere or at one place, as accepted, and judge the"
+        " rest",
+        "--accept",
+        metavar="NAME[@FILE[:LINE]]",
+        repeatable=True,
         in_project=True,
     )
     show_map: bool = option(

@@ -265,7 +265,8 @@ class Kind:
 
 def run_of(data: Data) -> tuple[str, int]:
     """Return an audited script with its arguments, and the number of its ranks."""
-    return " ".join([str(data["loop"]), *data.get("arguments", ())]), int(data.get("ranks") or 1)
+    command = [str(data["loop"]), *data.get("arguments", ())]
+    return " ".join(command), int(data.get("ranks") or 1)
 
 
 LOOPS = ("loops/ranks.py", "loops/reset_modes.py")
@@ -336,7 +337,8 @@ def expect_schema(path: Path) -> None:
     Raises:
         UsageError: it is.
     """
-    *_, last = (None, *(found for _, found in read_lines(path))) if path.is_file() else (None,)
+    lines = read_lines(path) if path.is_file() else ()
+    *_, last = (None, *(found for _, found in lines))
     if isinstance(last, dict) and last.get("schema") != SCHEMA:
         raise UsageError(
             f"{path} holds records of schema {last.get('schema')!r}, and this version writes schema"

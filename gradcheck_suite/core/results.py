@@ -7,12 +7,13 @@ import linecache
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from gradcheck_suite.core.case import SCHEMA, Case, case_from_json
+from gradcheck_suite.core.causes import is_cause
 from gradcheck_suite.core.contract import DECLARED
 from gradcheck_suite.core.faults import FAULTS, FIX
-from gradcheck_suite.core.findings import Found, finding
+from gradcheck_suite.core.findings import FINDINGS, Found, finding
 from gradcheck_suite.core.formats import Accepted, Judged, Notice, is_accepted, place_in
 from gradcheck_suite.core.text import (
     aligned,
@@ -38,7 +39,9 @@ ViolationKind = Literal[
     "not-accumulable",
     "raised",
 ]
-Command = Literal["verify", "audit"]
+DifferenceKind = Literal["load", "forward", "gradient", "update", "state", "precision"]
+"""What differs between a torch model and its port. `precision` is computed in a lower one, which is no fault."""
+Command = Literal["verify", "audit", "port"]
 
 # JSON: the fields of a dataclass under their names. `result.schema.json` describes it.
 
@@ -149,7 +152,7 @@ def _weight(data: Mapping[str, Any]) -> Weight:
 @dataclass(frozen=True)
 class Violation:
     """A violation of the loop contract: by a loop on a case, or at one optimizer step of an audited
-    run.
+    run. A difference of a port from its torch model is one, too (`port.result.PortFinding`).
 
     Attributes:
         kind: the part of the contract that is violated.
@@ -195,7 +198,7 @@ class Violation:
     the JSON.
     """
 
-    kind: ViolationKind
+    kind: ViolationKind | DifferenceKind
     diagnosis: str
     explanation: str
     # an audit has none, which the type leaves out: whoever verifies would ask for it at every use
@@ -280,7 +283,7 @@ class Violation:
         return self.explanation.partition(FIX)[2]
 
     @property
-    def place(self) -> str | None:
+    def line(self) -> str | None:
         """The first place that is known, a file and a line.
 
         Of several the user's own file, not the library's.
@@ -294,10 +297,15 @@ class Violation:
         return known[0].rpartition(" < ")[2] if known else None
 
     @property
+    def place(self) -> str | None:
+        """Where it is: the line, or the module of a port."""
+        return self.line
+
+    @property
     def notice(self) -> Notice:
         """The violation as CI systems show it."""
         level: Literal["error", "note"] = "error" if self.reason is None else "note"
-        return Notice(level, self.diagnosis, self.sentence, self.fix, self.place, self.reason)
+        return Notice(level, self.diagnosis, self.sentence, self.fix, self.line, self.reason)
 
     @property
     def anywhere(self) -> str:
@@ -312,7 +320,7 @@ class Violation:
         return is_accepted(
             accepted,
             self.diagnosis,
-            " < ".join(filter(None, (self.where, self.loss, self.place))),
+            " < ".join(filter(None, (self.where, self.loss, self.line))),
             beside=self.anywhere,
         )
 
@@ -339,8 +347,8 @@ class Violation:
         ]
         return [
             (
-                f"{self.place}: {self.diagnosis}: {headline}"
-                if self.place
+                f"{self.line}: {self.diagnosis}: {headline}"
+                if self.line
                 else f"{self.diagnosis}: {headline}"
             ),
             *self._source_lines,
@@ -354,7 +362,7 @@ class Violation:
     @property
     def _source_lines(self) -> list[str]:
         """The lines that compute the loss, send it backward and step, with what happened at each."""
-        own = (self.place or "").rpartition(":")[0]
+        own = (self.line or "").rpartition(":")[0]
         rows = [_source_row(place, own, said) for place, said in self._notes_on_places().items()]
         if all(row.label.isdigit() for row in rows):
             rows.sort(key=lambda row: int(row.label))
@@ -533,7 +541,14 @@ def _notice_of(one: Found) -> Notice:
     """Return a finding as CI systems show it."""
     times = f" ({one.steps} times)" if one.steps > 1 else ""
     level = "error" if one.fails else one.severity
-    return Notice(level, one.name, f"{one.sentence}{times}", one.remedy, one.place, one.reason)
+    return Notice(
+        level,
+        one.name,
+        f"{one.sentence}{times}",
+        one.remedy,
+        one.place,
+        one.reason,
+    )
 
 
 def _moved(data: Mapping[str, Any]) -> MovedByZeros:
@@ -542,7 +557,8 @@ def _moved(data: Mapping[str, Any]) -> MovedByZeros:
 
 @dataclass(frozen=True)
 class Result:
-    """The verdict on a loop that was verified on many cases, or on a run that was audited.
+    """The verdict on a loop that was verified on many cases, or on a run that was audited; that on
+    a port is one, too (`port.result.PortResult`).
 
     Attributes:
         loop: the loop's or the script's name as the user gave it.
@@ -608,7 +624,8 @@ class Result:
     is_uncast: bool = field(default=False, metadata=INTERNAL)
     worst_error_over_allowed: float = field(default=0.0, metadata=VERIFY)
     again: dict[str, int] = field(default_factory=dict, metadata=AUDIT)
-    findings: tuple[str, ...] = ()
+    # a port's are no sentences
+    findings: tuple[Any, ...] = ()
     named_findings: tuple[Found, ...] = field(default=(), metadata={**AUDIT, "read": _named})
     unjudged_reason: str | None = field(default=None, metadata=AUDIT)
     disagreements: tuple[str, ...] = field(default=(), metadata=INTERNAL)
@@ -655,17 +672,27 @@ class Result:
             replace(fault.notice, accepted=fault.reason or "--accept", level="note")
             for fault in self.accepted
         ]
-        places = [] if self.named_findings else [(place_in(text), text) for text in self.findings]
-        findings = [
-            *map(_notice_of, self.named_findings),
-            *(
-                Notice("warning", "finding", text.removeprefix(f"{at}: "), place=at)
-                for at, text in places
-            ),
-        ]
         rule = self.unjudged_reason or "unjudged"
-        unjudged = [Notice("error", rule, self.unjudged)] if self.unjudged else []
-        return [*(fault.notice for fault in self.violations), *faults, *findings, *unjudged]
+        found = [*(fault.notice for fault in self.violations), *faults, *self.finding_notices]
+        is_unjudged = self.unjudged and not self.violations
+        return [*found, Notice("error", rule, self.unjudged or "")] if is_unjudged else found
+
+    @property
+    def finding_notices(self) -> list[Notice]:
+        """What it says beside faults, as CI systems show it."""
+        named = [_notice_of(one) for one in self.named_findings]
+        if named:
+            return named
+        places = [(place_in(text), text) for text in self.findings]
+        return [
+            Notice("warning", "finding", text.removeprefix(f"{at}: "), place=at)
+            for at, text in places
+        ]
+
+    @property
+    def lines(self) -> list[str]:
+        """The verdict in words, one line each."""
+        return result_lines(self)
 
     def accepting(self, entries: Iterable[Accepted]) -> Result:
         """Return the result with the faults that some entries accept, and why, apart from its
@@ -711,7 +738,7 @@ class Result:
         if self.violations or self.failing:
             raise ViolationFound(str(self))
         if self.unjudged is not None and not self.is_unjudged_accepted:
-            raise UsageError(f"{result_lines(self)[0]}: {self.unjudged}")
+            raise UsageError(f"{self.lines[0]}: {self.unjudged}")
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON-ready data."""
@@ -724,7 +751,7 @@ class Result:
         return {**data, **to_json(derived, self.command)}
 
     def __str__(self) -> str:
-        return "\n".join(result_lines(self))
+        return "\n".join(self.lines)
 
     def _repr_html_(self) -> str:
         return result_html(self)
@@ -742,23 +769,8 @@ def result_from_json(data: Mapping[str, Any]) -> Result:
     )
 
 
-class ToJson(Protocol):
-    """A result of `verify`, `audit` or `port`."""
-
-    @property
-    def loop(self) -> str:
-        """The loop's, the script's or the pair's name."""
-
-    @property
-    def notices(self) -> list[Notice]:
-        """What the result says, as CI systems show it."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as JSON-ready data."""
-
-
 def results_to_json(
-    results: Sequence[ToJson], environment: dict[str, Any], stale: Sequence[str] = ()
+    results: Sequence[Result], environment: dict[str, Any], stale: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Return the document that `verify`, `audit` and `port` write with `--json`.
 
@@ -776,14 +788,22 @@ def results_to_json(
     }
 
 
-def notices_of(results: Sequence[ToJson], stale: Sequence[str] = ()) -> list[Notice]:
+def notices_of(results: Sequence[Result], stale: Sequence[str] = ()) -> list[Notice]:
     """Return what results say, at the loop's or script's file where they know no place.
 
     Args:
         results: of a command.
         stale: a line for each accepted fault that was not found again.
     """
-    notices = [Notice("error", "no-longer-found", line, place="pyproject.toml") for line in stale]
+    notices = [
+        Notice(
+            "error",
+            "no-longer-found",
+            line,
+            place="pyproject.toml",
+        )
+        for line in stale
+    ]
     for result in reversed(results):
         file = result.loop if result.loop.endswith(".py") else result.loop.rpartition(":")[0]
         anywhere = file if file.endswith(".py") else None
@@ -810,10 +830,12 @@ def _commands_of(diagnosis: str) -> set[str]:
     """Return the commands that can find a fault, one of several, a finding or a reason."""
     commands: set[str] = set()
     for name in diagnosis.split(" or "):
-        if name not in FAULTS:
-            commands.add("audit")
-        else:
+        if name in FAULTS:
             commands.update((FAULTS[name].command,) if FAULTS[name].command else BOTH)
+        if name in FINDINGS:
+            commands.add("audit")
+        if is_cause(name):
+            commands.add("port")
     return commands
 
 
@@ -1069,8 +1091,8 @@ def result_html(result: Result) -> str:
     """Return a verdict as HTML: its first line, each violation with its weights as bars, and all
     words, folded.
     """
-    lines = result_lines(result)
-    tone = {"holds": "good", "violated": "bad"}.get(result.verdict, "warn")
+    lines = result.lines
+    tone = {"holds": "good", "violated": "bad", "differs": "bad"}.get(result.verdict, "warn")
     style = f"background:{_GROUND[tone]};color:#fff;padding:.1em .5em;border-radius:.3em"
     parts = [f'<p><b style="{style}">{result.verdict}</b> <code>{html.escape(lines[0])}</code></p>']
     for violation in result.violations:

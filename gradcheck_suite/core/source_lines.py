@@ -182,10 +182,9 @@ class LoopSyntax:
     def scaled(self) -> int | None:
         """Return the last line that multiplies or divides the loss on its way backward."""
         sent = [line for line, expression in self.sent() if _is_scaled(expression)]
-        return next(
-            iter([*sent[-1:], *(part.line for part in self._chain() if _is_scaled(part.value))]),
-            None,
-        )
+        if sent:
+            return sent[-1]
+        return next((part.line for part in self._chain() if _is_scaled(part.value)), None)
 
     def reset(self) -> int | None:
         """Return the line that resets gradients, where there is one alone."""
@@ -316,7 +315,8 @@ def _line_to_change(syntax: LoopSyntax, violation: Violation, file: str) -> int 
     if of_resets and has_remedy and remedy_of(violation.diagnosis) not in remedy:
         return None
     finds = (find for known, find in CHANGES if names and names <= {*known})
-    return next((line for find in finds if (line := find(syntax)) is not None), None)
+    lines = (find(syntax) for find in finds)
+    return next((line for line in lines if line is not None), None)
 
 
 def loop_lines(loop: Any) -> tuple[str, range] | None:
@@ -382,9 +382,7 @@ def _source(
     """Return some lines; of more than `MOST_LINES` those around the marked ones."""
     shown = {n: line.rstrip() for n, line in enumerate(lines, first)}
     if len(shown) > MOST_LINES:
-        shown = {
-            n: line
-            for n, line in shown.items()
-            if any(abs(n - marked) <= MARGIN for marked in marks)
-        }
-    return {"file": file, "lines": [[n, line, marks.get(n, "")] for n, line in shown.items()]}
+        near = {n for n in shown if any(abs(n - marked) <= MARGIN for marked in marks)}
+        shown = {n: shown[n] for n in sorted(near)}
+    rows = [[n, line, marks.get(n, "")] for n, line in shown.items()]
+    return {"file": file, "lines": rows}

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gradcheck_suite.core.comparison import Comparison, Vector
+from gradcheck_suite.core.comparison import Comparison, Vector, beyond, within
 from gradcheck_suite.judge.naming import FORMATS, constant_meaning
 from gradcheck_suite.judge.weights import WHILE_RIGHT, Array, Diagnosis, any_of, factor_text, listed
 from gradcheck_suite.reference.large_batch import Window, gradients_of
@@ -32,12 +32,8 @@ def part_of(comparison: Comparison, name: str) -> tuple[Array, Array, Array, npt
         for vector in (comparison.expected, comparison.observed, comparison.allowed)
     )
     with np.errstate(invalid="ignore"):  # of two infinities
-        return (
-            expected,
-            observed,
-            allowed,
-            ~((observed == expected) | (np.abs(observed - expected) <= allowed)),
-        )
+        near = np.abs(observed - expected) <= allowed
+    return expected, observed, allowed, ~((observed == expected) | near)
 
 
 def projected(
@@ -55,7 +51,7 @@ def projected(
             found[name] = f"{what} has been subtracted from it, and nothing else is wrong"
         elif what := _averaged(expected, observed, 8 * float(allowed.max())):
             found[name] = f"each of its elements is {what} of the right gradient"
-        elif (np.abs(observed) <= allowed).all():
+        elif within(observed, 0, allowed):
             zero.append(name)
     if not found or len(found) + len(zero) < len(wrong):
         return {}
@@ -74,9 +70,7 @@ def projection(
         return None
 
     def lacks(part: Array) -> bool:
-        return bool(
-            (np.abs(observed + part - expected) <= allowed).all() and (np.abs(part) > allowed).any()
-        )
+        return within(observed + part, expected, allowed) and beyond(part, 0, allowed)
 
     for mean, of in _means(expected):
         if lacks(mean):
@@ -95,10 +89,10 @@ def _averaged(expected: Array, observed: Array, allowed: float) -> str | None:
     """Return the mean that every element of a gradient is: of all elements, of its row or of its
     column.
     """
-    if not (np.abs(observed) > allowed).any():
+    if not beyond(observed, 0, allowed):
         return None
     for mean, of in _means(expected):
-        if (np.abs(mean - expected) > allowed).any() and (np.abs(observed - mean) <= allowed).all():
+        if beyond(mean, expected, allowed) and within(observed, mean, allowed):
             return f"the mean of its {of}" if of else "the mean of all elements"
     return None
 
@@ -108,12 +102,13 @@ def _means(expected: Array) -> Iterator[tuple[Array, str]]:
     what it is of.
     """
     every = tuple(range(expected.ndim))
-    for over, of in (
-        (every, ""),
-        *(((every[1:], "row"), ((0,), "column")) if len(every) > 1 else ()),
-    ):
+    groups = [(every, "")]
+    if len(every) > 1:
+        groups += [(every[1:], "row"), ((0,), "column")]
+    for over, of in groups:
         if math.prod(expected.shape[axis] for axis in over) > 1:
-            yield np.broadcast_to(expected.mean(axis=over, keepdims=True), expected.shape), of
+            mean = expected.mean(axis=over, keepdims=True)
+            yield np.broadcast_to(mean, expected.shape), of
 
 
 MOST_SHIFTED = 4
@@ -136,15 +131,10 @@ def shift_of(expected: Vector, observed: Vector, allowed: float) -> int | None:
             if (
                 several
                 and np.count_nonzero(np.abs(due) > allowed) > 2
-                and not off_by(seen, due, allowed)
+                and not beyond(seen, due, allowed)
             ):
                 return shift
     return None
-
-
-def off_by(one: Vector, other: Vector, allowed: float) -> bool:
-    """Return whether an element differs from its counterpart by more than is allowed."""
-    return bool((np.abs(one - other) > allowed).any())
 
 
 def shifted(comparison: Comparison) -> Diagnosis | None:
@@ -174,7 +164,7 @@ def mixed(comparison: Comparison, wrong: Sequence[str]) -> Diagnosis | None:
     expected, observed, allowed, _ = (
         np.concatenate([parts[name][i] for name in wrong]) for i in range(4)
     )
-    if (np.abs(np.sort(observed) - np.sort(expected)) <= allowed.max()).all():
+    if within(np.sort(observed), np.sort(expected), allowed.max()):
         return Diagnosis(
             "misplaced-gradient",
             f"the gradients of {listed(wrong)} together have the right elements, at other places:"
@@ -201,7 +191,7 @@ def levels_of(expected: Array, observed: Array) -> int | None:
     for levels in tried:
         steps = observed / largest * levels
         if (np.abs(steps - np.round(steps)) < 1e-9 * levels).all():
-            return levels if (np.abs(observed - expected) <= largest / levels).all() else None
+            return levels if within(observed, expected, largest / levels) else None
     return None
 
 
@@ -375,7 +365,7 @@ def _is_part(expected: Array, observed: Array, allowed: Array, off: npt.NDArray[
     """Whether wrong elements are 0, cut, or have one factor: a single one has any factor."""
     seen = observed[off]
     due = expected[off]
-    if (np.abs(seen) <= allowed[off]).all():
+    if within(seen, 0, allowed[off]):
         return True
     if np.count_nonzero(off) > 1:
         return True
@@ -394,7 +384,7 @@ def _factor(expected: Array, observed: Array, allowed: Array) -> Diagnosis | Non
     if not expected[pivot]:
         return None
     factor = float(observed[pivot] / expected[pivot])
-    if (np.abs(observed - factor * expected) > (1 + abs(factor)) * allowed).any():
+    if beyond(observed, factor * expected, (1 + abs(factor)) * allowed):
         return None
     if abs(observed[pivot] - expected[pivot]) <= 2 * (1 + abs(factor)) * allowed[pivot]:
         return None  # rounding may be all of it
@@ -414,12 +404,13 @@ def _permutation(expected: Array, observed: Array, allowed: Array) -> str | None
     tolerance = allowed.max()
     if np.ptp(expected) <= 2 * tolerance:
         return None
-    if (np.abs(np.sort(observed, axis=None) - np.sort(expected, axis=None)) > tolerance).any():
+    if beyond(np.sort(observed, axis=None), np.sort(expected, axis=None), tolerance):
         return None
+    turned = expected.T
     if (
         expected.ndim == 2
-        and observed.shape == expected.T.shape
-        and (np.abs(observed - expected.T) <= tolerance).all()
+        and observed.shape == turned.shape
+        and within(observed, turned, tolerance)
     ):
         return ": it is transposed"
     return ""
@@ -429,12 +420,10 @@ def _other_parameter(comparison: Comparison, name: str) -> str | None:
     _, observed, allowed, _ = (part.reshape(-1) for part in part_of(comparison, name))
     for other in comparison.layout.names:
         expected, _, others, _ = (part.reshape(-1) for part in part_of(comparison, other))
-        bound = allowed + others if other != name and expected.shape == observed.shape else None
-        if (
-            bound is not None
-            and (np.abs(observed - expected) <= bound).all()
-            and (np.abs(expected) > bound).any()
-        ):
+        if other == name or expected.shape != observed.shape:
+            continue
+        bound = allowed + others
+        if within(observed, expected, bound) and beyond(expected, 0, bound):
             return other
     return None
 
@@ -455,13 +444,23 @@ def _partial_text(
     what = "other values than they should be"
     if not np.any(np.abs(observed[off]) > allowed[off]):
         what = "0"
-    elif np.allclose(ratio, ratio.flat[0], rtol=min(1e-6, 1e-3 * abs(ratio.flat[0] - 1))):
-        what = f"{factor_text(float(ratio.flat[0]))} times what they should be"
+    else:
+        factor = float(ratio.flat[0])
+        # a factor near 1 is told from none by a thousandth of what it differs by
+        if np.allclose(ratio, factor, rtol=min(1e-6, 1e-3 * abs(factor - 1))):
+            what = f"{factor_text(factor)} times what they should be"
     more = ", ..." if np.count_nonzero(off) > 3 and where.startswith("at") else ""
     return (
         f"{np.count_nonzero(off)} of the {off.size} elements of {name} are wrong, {where}{more},"
         f" and are {what}; the others are right"
     )
+
+
+def _scaled_by_agreement(parts: Array) -> Vector:
+    """Return the sum times its square over the sum of squares, and 0 where all parts are 0."""
+    squares = (parts**2).sum(axis=0)
+    found: Vector = parts.sum(axis=0) ** 3 / np.where(squares, squares, 1.0)
+    return found
 
 
 def _where(parts: Array, chosen: npt.NDArray[np.intp]) -> Vector:
@@ -491,9 +490,7 @@ COMBINATIONS: dict[str, Callable[[Array], Vector]] = {
     "the micro-batches' sum over the number of those in which it is not 0": lambda parts: (
         parts.sum(axis=0) / np.maximum(1, np.count_nonzero(parts, axis=0))
     ),
-    "the micro-batches' sum times its square over the sum of their squares": lambda parts: (
-        parts.sum(axis=0) ** 3 / np.where(squares := (parts**2).sum(axis=0), squares, 1.0)
-    ),
+    "the micro-batches' sum times its square over the sum of their squares": _scaled_by_agreement,
 }
 """What an element may be in place of the micro-batches' sum, from (micro-batches, P) their parts of the gradient."""
 
@@ -525,18 +522,19 @@ def combined_elements(window: Window, comparison: Comparison) -> Diagnosis | Non
     noise = 64 * np.finfo(np.float64).eps * np.abs(parts).max(axis=0)
     parts = np.where(np.abs(parts) <= noise, 0.0, parts)
     allowed = 8 * (comparison.allowed + count * noise)
+    total = parts.sum(axis=0)
     for text, combine in COMBINATIONS.items():
         found = combine(parts)
         # the median of two is their mean, as is a sum over the number of parts that are not 0 where
         # none is: of these, the weights tell
-        if any((np.abs(found * f - parts.sum(axis=0)) <= allowed).all() for f in (1, count)):
+        if within(found, total, allowed) or within(found * count, total, allowed):
             continue
         for factor, times in (
             (1.0, ""),
             (count, f", times their number, {count}"),
             (1 / count, ", over their number"),
         ):
-            if found.any() and (np.abs(factor * found - comparison.observed) <= allowed).all():
+            if found.any() and within(factor * found, comparison.observed, allowed):
                 return Diagnosis("not-summed", f"each element of the gradient is {text}{times}")
     return None
 
@@ -566,11 +564,12 @@ def wrong_reduction(
     if not np.isfinite(gradients).all() or not np.isfinite(comparison.observed).all():
         return None
     ranks = np.array([owners[j] for j in window.members])
-    own = np.stack([gradients[ranks == r].sum(axis=0) for r in range(max(owners) + 1)])
+    of_ranks = [gradients[ranks == each].sum(axis=0) for each in range(max(owners) + 1)]
+    own = np.stack(of_ranks)
     allowed = 4 * comparison.allowed
 
     def is_seen(candidate: Vector) -> bool:
-        return bool((np.abs(candidate - comparison.observed) <= allowed).all())
+        return within(candidate, comparison.observed, allowed)
 
     if any(map(is_seen, own)):
         return None
@@ -583,8 +582,9 @@ def wrong_reduction(
                 f" all-reduce is called with ReduceOp.{name}",
             )
     others = own.sum(axis=0) - own[rank]
-    got = np.sort(comparison.observed - own[rank]) - np.sort(others)
-    if not alike and np.any(np.abs(others) > allowed) and (np.abs(got) <= allowed.max()).all():
+    received = comparison.observed - own[rank]
+    moved = within(np.sort(received), np.sort(others), allowed.max())
+    if not alike and moved and beyond(others, 0, allowed):
         return Diagnosis(
             "misplaced-gradient",
             "the other ranks' elements are added to other elements of this one: ranks lay out their"
@@ -670,7 +670,7 @@ def _lost_use(window: Window, comparison: Comparison, tied: Sequence[Sequence[st
         uses = [np.sum(parts, axis=0) / window.divisor for parts in found if parts]
         if len(uses) != 2:
             continue
-        kept = [i for i, use in enumerate(uses) if (np.abs(use - observed) <= 8 * allowed).all()]
+        kept = [i for i, use in enumerate(uses) if within(use, observed, 8 * allowed)]
         if len(kept) != 1:
             return None
         lost.add(1 - kept[0])

@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from gradcheck_suite.core.comparison import Comparison, Vector
+from gradcheck_suite.core.comparison import Comparison, Vector, beyond, within
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.judge.elements import diagnose_elements, with_second_names, wrong_and_right
 from gradcheck_suite.judge.naming import constant_meaning, diagnose, meanings, names_nothing
@@ -63,7 +64,7 @@ def fit_weights(observed: Vector, gradients: npt.NDArray[np.float64], allowed: V
     present = sizes > 0
     weights = np.zeros(len(gradients))
     if not present.any():
-        return WeightFit(weights, False, bool((np.abs(observed) <= allowed).all()))
+        return WeightFit(weights, False, within(observed, 0, allowed))
     columns = (gradients[present] / sizes[present, None]).T
     left, values, right = np.linalg.svd(columns, full_matrices=False)
     kept = values > CONDITION * values[0]
@@ -172,10 +173,26 @@ def find_stolen_buffers(
             f" and the sum of the earlier micro-batches is lost. Over {len(batches)} micro-batches"
             f" set_to_none and zero_ differ by {error[name]:.3g}"
         )
-        found.append(StolenBuffer("rewritten", name, None, error[name], why))
+        found.append(
+            StolenBuffer(
+                "rewritten",
+                name,
+                None,
+                error[name],
+                why,
+            )
+        )
     for a, b in shared:
         why = f"{a}.grad and {b}.grad overlap in memory, so what is added to one changes the other"
-        found.append(StolenBuffer("shared", a, b, max(error[a], error[b]), why))
+        found.append(
+            StolenBuffer(
+                "shared",
+                a,
+                b,
+                max(error[a], error[b]),
+                why,
+            )
+        )
     return tuple(found)
 
 
@@ -245,10 +262,10 @@ def _shared(parameters: Parameters, loss: Callable[[], torch.Tensor]) -> list[tu
     places = sorted(
         (*_extent(g), name) for name, g in made.items() if not g.is_sparse and g.numel()
     )
+    # in order of their first bytes, two extents overlap where the later begins before the other ends
     return [
         (name, other)
-        for i, (_, end, name) in enumerate(places)
-        for start, _, other in places[i + 1 :]
+        for (_, end, name), (start, _, other) in combinations(places, 2)
         if start < end
     ]
 
@@ -287,7 +304,14 @@ def diagnose_case(
         return None
 
     def diagnosed(part: slice) -> Diagnosis | None:
-        return _diagnosed(window, epoch, gradients, comparison, part, alike=alike)
+        return _diagnosed(
+            window,
+            epoch,
+            gradients,
+            comparison,
+            part,
+            alike=alike,
+        )
 
     if whole := diagnosed(slice(0, len(comparison.observed))):
         return whole
@@ -352,7 +376,7 @@ def of_one_sign(found: Diagnosis, window: Window, comparison: Comparison) -> Dia
     for sign, which in ((1, "positive"), (-1, "negative")):
         kept = np.where(np.sign(gradients) == sign, gradients, 0.0).sum(axis=0) * scale
         # a gradient of zeros has elements of neither sign
-        if (np.abs(kept) > allowed).any() and (np.abs(kept - observed) <= 8 * allowed).all():
+        if beyond(kept, 0, allowed) and within(kept, observed, 8 * allowed):
             text = f"of each micro-batch's gradient only the {which} elements are in the step's"
             one_sign = Diagnosis("partial-gradient", text)
             # few elements may have one sign by chance
@@ -430,10 +454,8 @@ def _diagnosed(
             continue
         values = np.zeros(len(everything))
         errors = np.zeros(len(everything))
-        values[members], errors[members] = (
-            fit.weights,
-            _errors(gradients[members], observed, allowed),
-        )
+        values[members] = fit.weights
+        errors[members] = _errors(gradients[members], observed, allowed)
         weights = replace(
             template,
             observed=np.where(np.abs(values) <= errors, 0.0, values),
@@ -502,7 +524,8 @@ def _gives(
 ) -> npt.NDArray[np.bool_]:
     """Return (P,): whether (B,) weights of micro-batches give each element of a gradient."""
     # each product rounds, as do those of the gradient itself
-    rounding = 64 * np.finfo(np.float64).eps * np.abs(weights[:, None] * gradients).sum(axis=0)
+    mass = np.abs(weights[:, None] * gradients).sum(axis=0)
+    rounding = 64 * np.finfo(np.float64).eps * mass
     near: npt.NDArray[np.bool_] = np.abs(weights @ gradients - observed) <= 2 * allowed + rounding
     return near
 

@@ -10,7 +10,7 @@ from itertools import chain
 import numpy as np
 
 from gradcheck_suite.core.case import PARAMETER, SMALL_SCALE, Case, probe_case, slopes_of
-from gradcheck_suite.core.comparison import UNIT_ROUNDOFF, Comparison, Vector
+from gradcheck_suite.core.comparison import UNIT_ROUNDOFF, Comparison, Vector, within
 from gradcheck_suite.core.faults import is_of_weights
 from gradcheck_suite.core.text import error_text
 from gradcheck_suite.judge.elements import (
@@ -210,7 +210,13 @@ def _of_sizes(
     right = probe.right_weights(read.window)
     values = _parameters_of(probe)
     found = diagnose_sizes(
-        Sizes(right, read.items, small_step, parameters=values, tolerance=probe.tolerance)
+        Sizes(
+            right,
+            read.items,
+            small_step,
+            parameters=values,
+            tolerance=probe.tolerance,
+        )
     )
     if found is None or found.name == "added-term":
         # a power of the loss adds a term as well
@@ -483,10 +489,9 @@ def _after_another(plain: ProbeRun, seen: Vector, step: int, before: Vector) -> 
 def _is_right(observed: Vector, case: Case, step: int) -> bool:
     right = probe_of(case, case.dtype).right_weights(step % len(case.plan.windows))
     unit = UNIT_ROUNDOFF[case.dtype]
+    largest = np.abs(right).max(initial=0.0)
     # traces below the rounding of the weights show as themselves where gradients are tiny
-    return np.allclose(
-        observed, right, rtol=max(1e-9, 64 * unit), atol=unit * np.abs(right).max(initial=0.0)
-    )
+    return np.allclose(observed, right, rtol=max(1e-9, 64 * unit), atol=unit * largest)
 
 
 def _of_weights(case: Case, steps: Sequence[Vector], step: int, runner: LoopRunner) -> Diagnosis:
@@ -531,13 +536,12 @@ def _size_fault(e: Evidence, expected: Sequence[Vector], seen: Vector) -> Diagno
     window = e.window.index
     items = list(plan.window_items(window))
     right = expected[step]
-    if not np.isfinite(right).all():
-        poisoned = [
-            j for j in plan.windows[window] if not np.isfinite(right[list(plan.items(j))]).all()
-        ]
-        return diagnose_non_finite(
-            right, seen, [i for i in chain(*map(plan.items, poisoned)) if np.isfinite(right[i])]
-        )
+    finite = np.isfinite(right)
+    if not finite.all():
+        members = map(plan.items, plan.windows[window])
+        poisoned = [items for items in members if not finite[list(items)].all()]
+        beside = [item for item in chain(*poisoned) if finite[item]]
+        return diagnose_non_finite(right, seen, beside)
     poison = [earlier for earlier in range(step) if not np.isfinite(expected[earlier]).all()]
     if poison and not np.isfinite(seen).all():
         return poisoned_by(poison[-1] % len(plan.windows))
@@ -551,7 +555,13 @@ def _size_fault(e: Evidence, expected: Sequence[Vector], seen: Vector) -> Diagno
         return gradients[step][items] if step < len(gradients) else None
 
     unit = 64 * UNIT_ROUNDOFF[case.dtype]
-    sizes = Sizes(right[items], seen[items], louder=louder, tolerance=unit, dtype=case.dtype)
+    sizes = Sizes(
+        right[items],
+        seen[items],
+        louder=louder,
+        tolerance=unit,
+        dtype=case.dtype,
+    )
     return diagnose_sizes(sizes) or not_linear(
         f"a gradient of {size_text(right[items])} comes out as one of {size_text(seen[items])},"
         " while one of about 1 is right: something depends on the gradient's size (clipping,"
@@ -575,7 +585,12 @@ def explain_on_case(e: Evidence) -> Diagnosis | None:
     seen = None if outcome is None else gradient_of_step(outcome, window.reference, e.step)
     if seen is None:
         return None
-    there = replace(e, comparison=window.compare(seen), window=window, known_calls=(recorded, seen))
+    there = replace(
+        e,
+        comparison=window.compare(seen),
+        window=window,
+        known_calls=(recorded, seen),
+    )
     if there.comparison.ratio <= 1:
         if not e.window.moved or e.instance.case.dtype != "float64":
             return None
@@ -610,7 +625,12 @@ def _at_rest(e: Evidence, place: str) -> Diagnosis | None:
     # small
     if found is None or e.calls[0].called:
         found = diagnose_sizes(
-            Sizes(e.comparison.expected, e.comparison.observed, e.small, parameters=e.parameters)
+            Sizes(
+                e.comparison.expected,
+                e.comparison.observed,
+                e.small,
+                parameters=e.parameters,
+            )
         )
     sentence = (
         f"on {place}, {SIZE_DEPENDENT} the gradient's size (clipping, decay, normalizing) or on"
@@ -730,7 +750,12 @@ def _of_ranks(e: Evidence) -> Diagnosis | None:
     """
     if not e.instance.case.plan.ranks:
         return None
-    return wrong_reduction(e.window, e.comparison, e.runner.rank, alike=e.runner.alike)
+    return wrong_reduction(
+        e.window,
+        e.comparison,
+        e.runner.rank,
+        alike=e.runner.alike,
+    )
 
 
 def _of_whole_window(e: Evidence) -> Diagnosis | None:
@@ -790,7 +815,8 @@ def _of_summed_losses(probe: WeightProbe, weights: Vector, instance: Instance) -
     if probe.reduction == "sum":
         return weights
     plan = instance.case.plan
-    counts = [float(instance.count(instance.batch(plan.items(j)))) for j in range(len(weights))]
+    batches = [instance.batch(plan.items(j)) for j in range(len(weights))]
+    counts = [float(instance.count(batch)) for batch in batches]
     return weights * np.array(
         [seen / own if own else 1.0 for seen, own in zip(probe.counts, counts, strict=True)]
     )
@@ -861,9 +887,7 @@ def _is_right_with_finite_losses(e: Evidence) -> bool:
         return False  # a micro-batch that is left out is missing in every parameter
     outcome = run_with_finite_losses(e.runner, e.instance)
     rerun = None if outcome is None else gradient_of_step(outcome, e.window.reference, e.step)
-    return rerun is not None and bool(
-        (np.abs(rerun - e.comparison.expected) <= e.comparison.allowed).all()
-    )
+    return rerun is not None and within(rerun, e.comparison.expected, e.comparison.allowed)
 
 
 def explain_missing(parameter: str, e: Evidence) -> Diagnosis:

@@ -18,7 +18,7 @@ from itertools import groupby
 import numpy as np
 import numpy.typing as npt
 
-from gradcheck_suite.core.comparison import UNIT_ROUNDOFF
+from gradcheck_suite.core.comparison import UNIT_ROUNDOFF, within
 from gradcheck_suite.core.faults import FAULTS
 from gradcheck_suite.judge.weights import (
     Array,
@@ -84,7 +84,12 @@ def _one(w: Weights, values: Array) -> bool:
 
 def _right(w: Weights) -> npt.NDArray[np.bool_]:
     """Return (inside,): whether each micro-batch weighs what it should."""
-    right: npt.NDArray[np.bool_] = np.isclose(w.ratio, 1.0, rtol=w.tolerance, atol=0)
+    right: npt.NDArray[np.bool_] = np.isclose(
+        w.ratio,
+        1.0,
+        rtol=w.tolerance,
+        atol=0,
+    )
     return right
 
 
@@ -125,9 +130,8 @@ def _grouped(w: Weights) -> tuple[str, int, bool] | None:
     at = np.array(places(w, lambda ratio: True))
     ways = [("ranks", _ranks(w))] if w.owners else []
     # of one window alone, some groups may fit by chance
-    ways += [
-        ("groups", at % number) for number in range(2, max(3, len(w.window)) if w.windows else 2)
-    ]
+    if w.windows:
+        ways += [("groups", at % number) for number in range(2, max(3, len(w.window)))]
     for what, group in ways:
         # of what cannot be read, the counts are 0
         counts = np.array([_counts(w)[group == g].sum() for g in group])
@@ -231,7 +235,8 @@ def _weighted_by(w: Weights) -> list[str]:
         own = _counts(w)[known]
         # numbers proportional to the counts show nothing, unless their own sum is the divisor
         is_new = over is not None or not w.close(numbers[known] * own[0], own * numbers[known][0])
-        if w.close(share, share[0] if over is None else 1 / over) and (is_new or not _unequal(w)):
+        due = share[0] if over is None else 1 / over
+        if w.close(share, due) and (is_new or not _unequal(w)):
             found.append(what)
     return found
 
@@ -257,15 +262,23 @@ def rounded_to(w: Weights) -> str | None:
         return None
     off = float(np.abs(w.ratio - 1).max())
     wrong = ~_right(w)
+    readings = (w.observed[w.inside][wrong], w.per_mean[wrong])
     for name, digits in FORMATS.items():
-        for values in (
-            (w.observed[w.inside][wrong], w.per_mean[wrong]) if off <= 4 * 2.0**-digits else ()
-        ):
-            scaled = np.frexp(values)[0] * 2.0**digits
-            if np.abs(scaled - np.round(scaled)).max() <= 2.0**digits * 2.0**-50:
-                return name
+        if off <= 4 * 2.0**-digits and any(_has_digits(values, digits) for values in readings):
+            return name
+    return _decimals(w) if w.reduction == "mean" else None
+
+
+def _has_digits(values: npt.NDArray[np.float64], digits: int) -> bool:
+    """Whether no value has more binary digits, up to the rounding of float64."""
+    scaled = np.frexp(values)[0] * 2.0**digits
+    return bool(np.abs(scaled - np.round(scaled)).max() <= 2.0**digits * 2.0**-50)
+
+
+def _decimals(w: Weights) -> str | None:
+    """Return the number of decimals to which the weights of means seem to be rounded, or None."""
     right = w.expected * _counts(w)
-    for decimals in range(1, MOST_DECIMALS + 1) if w.reduction == "mean" else ():
+    for decimals in range(1, MOST_DECIMALS + 1):
         if w.close(w.per_mean, np.round(right, decimals)):
             return f"{decimals} decimal{'s' if decimals > 1 else ''}"
     return None
@@ -308,9 +321,8 @@ def _times(w: Weights) -> bool:
         return bool(1.5 < ratio.max() <= MOST_TIMES)
     more = ~_right(w) & (ratio != 0)
     extra = w.per_mean * (1 - 1 / np.where(ratio == 0, 1, ratio))
-    return bool(more.any()) and any(
-        w.close(extra[more], s) for s in (1.0, 1 / len(w.window), 1 / w.accumulation_steps)
-    )
+    shares = (1.0, 1 / len(w.window), 1 / w.accumulation_steps)
+    return bool(more.any()) and any(w.close(extra[more], share) for share in shares)
 
 
 def _is_running_sum(w: Weights) -> bool:
@@ -423,7 +435,9 @@ def _rescaled(w: Weights) -> float | None:
         return float(k)
     for values in (w.ratio, w.per_mean):
         steps = _steps_of_ranks(w, values)
-        if len(steps) and steps[0] > 0 and w.close(steps, steps[0]) and not w.close(steps[0], 1.0):
+        if not len(steps) or steps[0] <= 0:
+            continue
+        if w.close(steps, steps[0]) and not w.close(steps[0], 1.0):
             return float(steps[0])
     return None
 
@@ -436,7 +450,7 @@ def _reduced_between(w: Weights) -> bool:
         return False
     powers = np.log(w.ratio) / np.log(w.world_size)
     falls = bool((_steps_of_ranks(w, w.ratio) <= 1 + w.tolerance).all())
-    return falls and bool((np.abs(powers - np.round(powers)) <= 1e-6).all())
+    return falls and within(powers, np.round(powers), 1e-6)
 
 
 def _falls(w: Weights) -> bool:
@@ -482,8 +496,11 @@ def _rescales(wrong: Steps) -> Holds:
 def _last_is_plausible(w: Weights, factor: float) -> bool:
     """Whether the latest contribution has its own weight, or was rescaled once."""
     mean = abs(float(w.per_mean[-1]))
-    plausible = any(w.close(mean, 1 / n) for n in {1, w.accumulation_steps, len(w.window)})
-    return plausible or any(w.close(abs(float(w.ratio[-1])), last) for last in (1.0, 1 / factor))
+    divisors = {1, w.accumulation_steps, len(w.window)}
+    if any(w.close(mean, 1 / divisor) for divisor in divisors):
+        return True
+    ratio = abs(float(w.ratio[-1]))
+    return w.close(ratio, 1.0) or w.close(ratio, 1 / factor)
 
 
 def _rescale_tells(w: Weights) -> bool:
@@ -562,8 +579,13 @@ def _whole_windows(w: Weights) -> bool:
     """Whether all of the window's own is there, with any weights, and of each other window all or
     nothing.
     """
-    parts = [[bool(w.observed[j]) for j in v if w.counts[j]] for v in w.windows if v != w.window]
-    return bool(np.all(w.ratio)) and all(all(part) or not any(part) for part in parts)
+    if not np.all(w.ratio):
+        return False
+    for window in w.windows:
+        there = {bool(w.observed[j]) for j in window if w.counts[j]}
+        if window != w.window and len(there) > 1:
+            return False
+    return True
 
 
 def _decay(wrong: Steps) -> float | None:
@@ -645,11 +667,11 @@ def _cut_elsewhere(wrong: Steps) -> bool:
     if all(map(_ranks_have_whole_parts, wrong)):
         return False
     for w in wrong:
-        held = [j for j, n in enumerate(w.counts) if n and w.observed[j]]
-        runs = [*groupby(enumerate(held), lambda pair: pair[1] - pair[0])]
+        runs = [*groupby(enumerate(w.held), lambda pair: pair[1] - pair[0])]
         # after the last micro-batch of an epoch comes the first one
         is_end = w.epoch > 0 or w.index == len(w.windows) - 1
-        if w.foreign and (len(runs) > 1 + is_end or (len(w.window) > 1 and not np.any(w.ratio))):
+        lacks_its_own = len(w.window) > 1 and not np.any(w.ratio)
+        if w.foreign and (lacks_its_own or len(runs) > 1 + is_end):
             return False
         whole = whole and bool(np.all(w.ratio))
     # where each has its own window, and something beside it, none is cut
@@ -662,23 +684,23 @@ def _ranks_have_whole_parts(w: Weights) -> bool:
     A rank that is a window late begins and ends where the others do.
     """
     for rank in sorted(set(w.owners)):
-        held = {j for j, n in enumerate(w.counts) if n and w.observed[j] and w.owners[j] == rank}
-        parts = [{j for j in window if w.owners[j] == rank and w.counts[j]} for window in w.windows]
+        own = {j for j, count in enumerate(w.counts) if count and w.owners[j] == rank}
+        held = {j for j in own if w.observed[j]}
+        parts = [own.intersection(window) for window in w.windows]
         if held and held not in parts:
             return False
     return bool(w.owners)
 
 
 def _cut_text(w: Weights, wrong: Steps) -> str:
-    held = [j for j, n in enumerate(w.counts) if n and w.observed[j]]
     return (
-        f"the step holds micro-batches {held}, where its window is {list(w.window)}: windows begin"
+        f"the step holds micro-batches {w.held}, where its window is {list(w.window)}: windows begin"
         " and end at other places"
     )
 
 
 def _other_text(w: Weights, wrong: Steps) -> str:
-    gone = [j for j, ratio in zip(w.inside, w.ratio, strict=True) if not ratio]
+    gone = w.missing
     held = f"micro-batches {w.foreign} of other windows are in the gradient" if w.foreign else ""
     missing = f"micro-batches {gone} of the window are not in the gradient" if gone else ""
     return ", and ".join(filter(None, (held, missing)))
@@ -786,9 +808,8 @@ Beside = Iterator[tuple[str, float, str, int]]
 def _other_items(w: Weights) -> Beside:
     count = w.window_count
     if w.items and w.items != w.counts:
-        items, empty = (
-            sum(w.items[j] for j in w.window if not (own and w.counts[j])) for own in (False, True)
-        )
+        items = sum(w.items[j] for j in w.window)
+        empty = sum(w.items[j] for j in w.window if not w.counts[j])
         yield "its items", items, "items", 0
         yield "that and its items together", count + items, "extra-target", 0
         yield (
@@ -844,10 +865,10 @@ def _miscounts(w: Weights) -> Beside:
     yield "that without its first micro-batch", count - w.counts[w.window[0]], "other-count", 2
     yield "one with one target too few for each micro-batch", count - n, "off-by-one", 2
     yield "one with one target too many for each micro-batch", count + n, "off-by-one", 2
-    largest = max(w.window, key=w.counts.__getitem__)
-    for word, j in (("first", w.window[0]), ("last", w.window[-1]), ("largest", largest)):
-        times_k = w.accumulation_steps * w.counts[j]
-        times_n = n * w.counts[j]
+    own = [w.counts[j] for j in w.window]
+    for word, own_count in (("first", own[0]), ("last", own[-1]), ("largest", max(own))):
+        times_k = w.accumulation_steps * own_count
+        times_n = n * own_count
         yield f"accumulation_steps times that of its {word} micro-batch", times_k, "equal-counts", 2
         yield f"its micro-batches times that of its {word} micro-batch", times_n, "equal-counts", 2
 
@@ -920,10 +941,8 @@ def _scale(steps: Steps) -> tuple[bool, Text, tuple[str, ...]]:
         why = f": {meaning}"
         causes = (cause,)
     elif found:
-        why, causes = (
-            f", which is {' or '.join(text for text, _ in found)}",
-            tuple(of for _, of in found),
-        )
+        why = f", which is {' or '.join(text for text, _ in found)}"
+        causes = tuple(of for _, of in found)
     elif added is not None:
         why = f", as where {added:.3g} is added to the window's count"
         causes = ("divided-twice",)
@@ -962,8 +981,10 @@ def _added_to_counts(wrong: Steps, ratios: Sequence[float]) -> float | None:
         return None
     more = counts / ratios - counts
     rounding = 2 * wrong[0].tolerance * float(counts.max())
-    told = abs(more[0]) > 100 * rounding and np.allclose(more, more[0], rtol=EXACT, atol=rounding)
-    return float(more[0]) if told else None
+    if abs(more[0]) <= 100 * rounding:
+        return None
+    same = np.allclose(more, more[0], rtol=EXACT, atol=rounding)
+    return float(more[0]) if same else None
 
 
 def _power_of_steps(wrong: Steps, ratios: Sequence[float]) -> float | None:

@@ -87,7 +87,12 @@ class WeightProbe:
 
     def instance(self, *, scale: float = 1.0, slopes: Sequence[float] = ()) -> Instance:
         """Return the probe, ready to run."""
-        case = probe_case(self.plan, self.reduction, dtype=self.dtype, slopes=slopes_text(slopes))
+        case = probe_case(
+            self.plan,
+            self.reduction,
+            dtype=self.dtype,
+            slopes=slopes_text(slopes),
+        )
         instance = generated_instance(case)
         if self.count is not None:
             instance = recounted(instance, self.count)
@@ -212,7 +217,12 @@ def probe_of(case: Case, dtype: str = "float64") -> WeightProbe:
     assert case.spec is not None
     unit = unit_of(case)
     count = None if unit == 1 else lambda items: unit * len(items)
-    return WeightProbe(case.plan, case.spec.loss.reduction, count, dtype)
+    return WeightProbe(
+        case.plan,
+        case.spec.loss.reduction,
+        count,
+        dtype,
+    )
 
 
 def expected_gradients(case: Case) -> list[Vector]:
@@ -360,4 +370,9 @@ def separating_probe(probe: WeightProbe, assumes: Collection[str]) -> WeightProb
     def count(items: list[int]) -> float:
         return unit * sum(1 + i % 3 for i in items if i not in empty)
 
-    return WeightProbe(plan, probe.reduction, count, probe.dtype)
+    return WeightProbe(
+        plan,
+        probe.reduction,
+        count,
+        probe.dtype,
+    )

@@ -16,7 +16,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from gradcheck_suite.core.case import SMALL_SCALE
-from gradcheck_suite.core.comparison import Comparison, Vector
+from gradcheck_suite.core.comparison import Comparison, Vector, within
 from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT, Batch, Loop, assumptions_of, is_jax
 from gradcheck_suite.judge.elements import place_of_the_fault
 from gradcheck_suite.judge.fitted_weights import diagnose_case
@@ -237,10 +237,8 @@ def _gives(reference: Reference, calls: Sequence[LossCall], observed: Vector) ->
     if total is None:
         return False
     near = CLOSE * np.abs(total).max(initial=0.0)
-    return any(
-        bool((np.abs(total / ranks - observed) <= near / ranks).all())
-        for ranks in {1, reference.instance.case.plan.world_size}
-    )
+    divisors = {1, reference.instance.case.plan.world_size}
+    return any(within(total / ranks, observed, near / ranks) for ranks in divisors)
 
 
 def _gradient_again(
@@ -316,13 +314,11 @@ def _differences(
             [replace(call, training=right) for call in calls],
         )
     start = {name: p.detach() for name, p in model.named_parameters()}
-    if any(
-        not torch.equal(value, start[name])
-        for call in calls
-        for name, value in call.parameters.items()
-    ):
-        moved = Diagnosis("other-parameters", _moved_text(start, calls))
-        yield moved, [replace(call, parameters=start) for call in calls]
+    if moved := _moved_parameters(start, calls):
+        yield (
+            Diagnosis("other-parameters", _moved_text(start, moved, calls)),
+            [replace(call, parameters=start) for call in calls],
+        )
     if (split := _split(instance, members, calls)) is not None:
         yield split, None
     elif changed := _changed_text(instance, members, calls):
@@ -381,23 +377,46 @@ def _on_ranks(chosen: Sequence[LossCall], calls: Sequence[LossCall]) -> str:
     return f", on rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}"
 
 
-def _moved_text(start: dict[str, torch.Tensor], calls: Sequence[LossCall]) -> str:
-    moved = [
-        (name, value, call)
-        for call in calls
-        for name, value in call.parameters.items()
-        if not torch.equal(value, start[name])
-    ]
-    name, value, _ = moved[0]
-    own = start[name].flatten()
-    at = int((value - start[name]).abs().argmax())
-    names = list(dict.fromkeys(name for name, _, _ in moved))
-    where = _on_ranks([call for *_, call in moved], calls)
+@dataclass(frozen=True)
+class _MovedParameter:
+    """A parameter that has another value at a call of the loss than at the step.
+
+    Attributes:
+        name: of the parameter.
+        value: at the call.
+        call: of the loss.
+    """
+
+    name: str
+    value: torch.Tensor
+    call: LossCall
+
+
+def _moved_parameters(
+    start: dict[str, torch.Tensor], calls: Sequence[LossCall]
+) -> list[_MovedParameter]:
+    """Return the parameters that are not those of the start, in order of the calls."""
+    found = []
+    for call in calls:
+        for name, value in call.parameters.items():
+            if not torch.equal(value, start[name]):
+                found.append(_MovedParameter(name, value, call))
+    return found
+
+
+def _moved_text(
+    start: dict[str, torch.Tensor], moved: Sequence[_MovedParameter], calls: Sequence[LossCall]
+) -> str:
+    shown = moved[0]
+    own = start[shown.name]
+    at = int((shown.value - own).abs().argmax())
+    names = list(dict.fromkeys(one.name for one in moved))
+    where = _on_ranks([one.call for one in moved], calls)
     where = f"{where}," if where else ""
     return (
         f"the losses are computed{where} at other values of {listed(names)} than those that the step"
-        f" changes ({name} has an element {value.flatten()[at]:.6g} in place of {own[at]:.6g}), and"
-        " the gradient is right there"
+        f" changes ({shown.name} has an element {shown.value.flatten()[at]:.6g} in place of"
+        f" {own.flatten()[at]:.6g}), and the gradient is right there"
     )
 
 
@@ -434,7 +453,9 @@ def _owners_of_parts(
     """
     plan = instance.case.plan
     batches = {j: instance.batch(plan.items(j)) for j in members}
-    due = [(j, i) for j in members for i in range(plan.micro_batches[j])]
+    due: list[tuple[int, int]] = []
+    for j in members:
+        due += [(j, i) for i in range(plan.micro_batches[j])]
 
     def part(j: int, first: int, items: int) -> Batch:
         return map_leaves(lambda t: t[first : first + items], batches[j])
@@ -628,7 +649,9 @@ def repeats_gradient(rerun: Vector, comparison: Comparison) -> bool:
     seen = comparison.observed
     with np.errstate(invalid="ignore"):
         near = np.abs(rerun - seen) <= comparison.allowed
-    return bool((near | (rerun == seen) | (~np.isfinite(rerun) & ~np.isfinite(seen))).all())
+    # of two infinities the difference is NaN
+    both_not_finite = ~np.isfinite(rerun) & ~np.isfinite(seen)
+    return bool((near | (rerun == seen) | both_not_finite).all())
 
 
 # What is known of a wrong gradient, of a case or of a weight probe.
@@ -720,7 +743,12 @@ class Evidence:
     @property
     def of_weights(self) -> Diagnosis | None:
         """What the gradient alone says of weights and elements."""
-        return diagnose_case(self.window, self.comparison, self.epoch, alike=self.runner.alike)
+        return diagnose_case(
+            self.window,
+            self.comparison,
+            self.epoch,
+            alike=self.runner.alike,
+        )
 
     @property
     def of_inputs(self) -> Diagnosis | None:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcheck_suite.core.case import SMALL_SCALE
-from gradcheck_suite.core.comparison import Vector, other_infinity
+from gradcheck_suite.core.comparison import Vector, other_infinity, within
 from gradcheck_suite.judge.elements import format_of, relative_error
 from gradcheck_suite.judge.weights import Diagnosis, not_linear
 
@@ -87,7 +87,8 @@ class Sizes:
 
 def near(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64], tolerance: float = EXACT) -> bool:
     """Return whether two gradients are equal, up to a share of the second one's largest element."""
-    return bool(np.allclose(a, b, rtol=tolerance, atol=tolerance * np.abs(b).max(initial=0.0)))
+    largest = np.abs(b).max(initial=0.0)
+    return bool(np.allclose(a, b, rtol=tolerance, atol=tolerance * largest))
 
 
 def is_linear(observed: Vector, with_small_loss: Vector, tolerance: float = EXACT) -> bool:
@@ -197,7 +198,8 @@ def _cut(s: Sizes) -> str | None:
 
 def _stays(s: Sizes) -> bool:
     """Whether what is wrong of a gradient, and too small, is the same with a larger loss."""
-    if not (np.abs(s.observed) <= 1.01 * np.abs(s.expected)).all() or not s.observed.any():
+    is_small = within(s.observed, 0, 1.01 * np.abs(s.expected))
+    if not is_small or not s.observed.any():
         return False
     cut = ~np.isclose(s.observed, s.expected, rtol=s.exact)
     louder = s.louder()
@@ -219,7 +221,8 @@ def _threshold(s: Sizes) -> str:
             f" the right one, and {_norm(s.observed)}, as after clipping {how}"
         )
     sizes = np.abs(s.observed[s.off])
-    if _is_one_size(sizes) and (np.abs(s.expected[s.off]) > sizes).all():
+    is_cut = (np.abs(s.expected[s.off]) > sizes).all()
+    if is_cut and _is_one_size(sizes):
         number = np.count_nonzero(s.off)
         return (
             f"{number} of {len(s.off)} elements are cut at {sizes[0]:.3g}, as after clipping by"
@@ -245,14 +248,16 @@ def _is_of_any_size(s: Sizes) -> bool:
 
 def _reaches_further(s: Sizes) -> bool:
     """Whether elements that the window does not reach are as large as others."""
-    beyond = np.abs(s.observed[s.expected == 0])
-    return bool(beyond.size) and bool(beyond.max() > s.exact * np.abs(s.observed).max())
+    further = np.abs(s.observed[s.expected == 0])
+    largest = np.abs(s.observed).max()
+    return bool(further.size) and bool(further.max() > s.exact * largest)
 
 
 def _keeps_signs(s: Sizes) -> bool:
     """Whether a gradient has the signs of the right one; a single element is -1 or 1 as well."""
     there = (s.observed != 0) & (s.expected != 0)
-    if not (np.sign(s.observed[there]) == np.sign(s.expected[there])).all():
+    same = np.sign(s.observed[there]) == np.sign(s.expected[there])
+    if not same.all():
         return False
     alone = np.count_nonzero(s.expected) == 1
     return not alone or bool(np.isclose(np.abs(s.observed).max(), 1.0, rtol=s.exact))
@@ -301,10 +306,8 @@ def _added(s: Sizes) -> str | None:
         telling = np.count_nonzero(there) > 1 or np.isclose(
             factor, float(f"{factor:.2g}"), rtol=1e-6, atol=0
         )
-        decays = (
-            near(extra[there], factor * s.parameters[there])
-            and (np.abs(extra[~there]) <= noise).all()
-        )
+        is_multiple = near(extra[there], factor * s.parameters[there])
+        decays = is_multiple and within(extra[~there], 0, noise)
         if there.any() and telling and decays:
             return (
                 f"{factor:.3g} times the parameter is added to the gradient, whatever the loss:"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, zip_longest
+from itertools import chain, groupby, repeat, zip_longest
 
 import numpy as np
 import torch
@@ -88,13 +88,12 @@ class HeldSteps:
 
         None at all where a step has a part of one alone.
         """
-        turn_of = {j: t for t, turn in enumerate(self.turns) for j in turn}
+        turn_of: dict[int, int] = {}
+        for number, turn in enumerate(self.turns):
+            turn_of |= dict.fromkeys(turn, number)
         steps = [frozenset(turn_of[j] for j in step) for step in self.held]
-        exact = all(
-            step.issuperset(self.turns[t])
-            for step, turns in zip(self.held, steps, strict=True)
-            for t in turns
-        )
+        whole = [frozenset().union(*(self.turns[number] for number in step)) for step in steps]
+        exact = all(map(frozenset.issuperset, self.held, whole))
         return steps if exact else []
 
 
@@ -112,7 +111,8 @@ def shown(run: HeldSteps) -> str:
         for step in run.held
     ]
     texts = [text if step else "nothing" for text, step in zip(texts, run.held, strict=True)]
-    off = (s for s, step in enumerate(run.held) if s >= len(run.right) or step != run.right[s])
+    due = chain(run.right, repeat(None))
+    off = (at for at, pair in enumerate(zip(run.held, due, strict=False)) if pair[0] != pair[1])
     first = max(0, next(off, 0) - 1) if len(texts) > SHOWN else 0
     kept = texts[first : first + SHOWN]
     before = f", from step {first} on," if first else ""
@@ -222,7 +222,8 @@ def _repeated_text(run: HeldSteps) -> str:
 
 
 def _stops_with_a_rank(run: HeldSteps) -> bool:
-    busy = [w for w in run.windows if {run.plan.owners[j] for j in w} == {*run.plan.owners}]
+    ranks = {*run.plan.owners}
+    busy = [w for w in run.windows if {run.plan.owners[j] for j in w} == ranks]
     return bool(run.plan.ranks) and run.held == busy * run.plan.epochs
 
 
@@ -533,7 +534,8 @@ def _by_values(instance: Instance, outcome: Outcome, asked: str) -> Diagnosis:
     finite = [right for window, right in due if window not in taken and np.isfinite(right).all()]
     if not finite:
         return NO_STEP
-    first = next((i for i, (_, right) in enumerate(due) if not np.isfinite(right).all()), len(due))
+    is_finite = [bool(np.isfinite(right).all()) for _, right in due]
+    first = [*is_finite, False].index(False)
     if all((window in taken) == (i < first) for i, (window, _) in enumerate(due)):
         return NO_STEP_FROM_THERE
     norms = ", ".join(f"{np.linalg.norm(right):.3g}" for right in finite[:4])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -99,6 +100,21 @@ class Weights:
         return self.observed[self.inside] / self.expected
 
     @property
+    def ratios(self) -> dict[int, float]:
+        """Observed over right weight, by micro-batch inside."""
+        return dict(zip(self.inside, self.ratio, strict=True))
+
+    @property
+    def missing(self) -> list[int]:
+        """Micro-batches of the window that are not in the gradient."""
+        return [j for j, ratio in self.ratios.items() if not ratio]
+
+    @property
+    def held(self) -> list[int]:
+        """Micro-batches of any window that are in the gradient, and have valid targets."""
+        return [j for j, count in enumerate(self.counts) if count and self.observed[j]]
+
+    @property
     def per_mean(self) -> Array:
         """The weight of the means of the micro-batches inside: that of their sums times what they
         are divided by.
@@ -171,7 +187,8 @@ class Diagnosis:
         assert not self.name or self.names <= FAULTS.keys(), (
             f"{self.name}: no row in core/faults.py"
         )
-        known = {cause for name in self.names if name for cause in FAULTS[name].causes}
+        rows = [FAULTS[name] for name in self.names if name]
+        known = set(chain.from_iterable(row.causes for row in rows))
         assert known.issuperset(self.causes), (
             f"{self.name}: no such cause in core/faults.py: {self.causes}"
         )
@@ -196,9 +213,9 @@ class Diagnosis:
 def any_of(diagnoses: Iterable[Diagnosis]) -> Diagnosis:
     """Return the diagnosis that leaves several open: their names, sentences and causes, each once."""
     diagnoses = list(diagnoses)
-    names = dict.fromkeys(name for one in diagnoses for name in one.name.split(" or "))
+    names = dict.fromkeys(chain.from_iterable(one.name.split(" or ") for one in diagnoses))
     sentences = dict.fromkeys(one.sentence for one in diagnoses)
-    causes = dict.fromkeys(cause for one in diagnoses for cause in one.causes)
+    causes = dict.fromkeys(chain.from_iterable(one.causes for one in diagnoses))
     return Diagnosis(" or ".join(names), "; or: ".join(sentences), causes=tuple(causes))
 
 
@@ -261,26 +278,20 @@ def places(w: Weights, chosen: Callable[[float], bool]) -> tuple[int, ...]:
     """Return which of the window's micro-batches have a ratio that is chosen, by their place in the
     window.
     """
-    return tuple(
-        w.window.index(j)
-        for j, ratio in zip(w.inside, w.ratio, strict=True)
-        if chosen(float(ratio))
-    )
+    return tuple(w.window.index(j) for j, ratio in w.ratios.items() if chosen(float(ratio)))
 
 
 def dropped_text(w: Weights, wrong: Steps) -> str:
     """Return which micro-batches are missing."""
-    missing = [j for j, ratio in zip(w.inside, w.ratio, strict=True) if ratio == 0]
-    return f"micro-batches {missing} of the window are not in the gradient{_in_common(wrong)}"
+    return f"micro-batches {w.missing} of the window are not in the gradient{_in_common(wrong)}"
 
 
 def repeated_text(w: Weights, wrong: Steps) -> str:
     """Return which micro-batches are there several times, how often, and which are missing."""
-    twice = [
-        j for j, ratio in zip(w.inside, w.ratio, strict=True) if ratio > 1 and not w.close(ratio, 1)
-    ]
-    gone = [j for j, ratio in zip(w.inside, w.ratio, strict=True) if ratio == 0]
-    times = sorted({f"{ratio:.6g}" for ratio in w.ratio if ratio > 1 and not w.close(ratio, 1)})
+    more = {j: ratio for j, ratio in w.ratios.items() if ratio > 1 and not w.close(ratio, 1)}
+    twice = list(more)
+    gone = w.missing
+    times = sorted({f"{ratio:.6g}" for ratio in more.values()})
     message = f"micro-batches {twice} of the window are in the gradient {' or '.join(times)} times"
     message = message.replace(" 2 times", " twice")
     return f"{message}{f', and {gone} not at all' if gone else ''}{_in_common(wrong)}"
@@ -295,8 +306,9 @@ def _in_common(wrong: Steps) -> str:
     of_right = set[int]()
     of_wrong = set[int]()
     for w in wrong:
-        for j, ratio in zip(w.inside, w.ratio, strict=True):
-            (of_right if w.close(ratio, 1.0) else of_wrong).add(w.items[j])
+        for j, ratio in w.ratios.items():
+            found = of_right if w.close(ratio, 1.0) else of_wrong
+            found.add(w.items[j])
     if len(of_wrong) != 1 or of_wrong & of_right or not of_right:
         return ""
     (size,) = of_wrong

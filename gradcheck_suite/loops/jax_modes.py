@@ -165,7 +165,8 @@ def jax_scan_carry(run: JaxTrainingRun) -> None:
         kept, _ = jax.lax.scan(add, start, stacked)
         return kept
 
-    params, state = run.params, run.optimizer.init(run.params)
+    params = run.params
+    state = run.optimizer.init(run.params)
     zeros = jax.tree.map(jnp.zeros_like, (params, part(params, next(iter(run.batches)))[1]))
     for _ in range(run.epochs):
         for window in windows_of(run):

@@ -5,6 +5,8 @@ A test holds them equal to those of `reset_modes`, `jax_modes` and `ranks`.
 
 from __future__ import annotations
 
+from itertools import product
+
 _MODES = (
     *("zero_", "zero_grad", "zero_grad_foreach", "set_to_none", "grad_none", "flat_buffer"),
     *("zero_before_forward", "zero_between"),
@@ -24,8 +26,7 @@ _FURTHER = (
 )
 _OF_RANKS = tuple(
     f"{wrapper}/{mode}"
-    for wrapper in ("all_reduce", "ddp", "fsdp2", "tensor_parallel")
-    for mode in _MODES
+    for wrapper, mode in product(("all_reduce", "ddp", "fsdp2", "tensor_parallel"), _MODES)
     if mode not in _UNFIT.get(wrapper, ())
 )
 NAMES = (*_MODES, *_SOUND, *_PRECISION, *_JAX, *_OF_RANKS, *_FURTHER)

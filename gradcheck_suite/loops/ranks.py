@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from itertools import count
+from itertools import count, product
 from typing import Any
 
 import torch
@@ -139,7 +139,8 @@ def in_ddp(loop: Loop, *, assumes: Iterable[str] = (), **options: Any) -> Loop:
 
     @_made_of(loop, told, assumes=(BUSY_RANKS, DENSE_GRADIENTS, *assumes))
     def trained(run: TrainingRun) -> None:
-        wrapped, calls = DistributedDataParallel(run.model, **settings), count()
+        wrapped = DistributedDataParallel(run.model, **settings)
+        calls = count()
 
         def loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
             own: AbstractContextManager[None] = nullcontext()
@@ -292,7 +293,13 @@ def as_one_rank(run: TrainingRun) -> TrainingRun:
     """Return a run of a single rank that has the micro-batches of all ranks."""
     loader: Any = AllMicroBatches(run)
     steps = run.accumulation_steps * run.world_size
-    return replace(run, loader=loader, accumulation_steps=steps, rank=0, world_size=1)
+    return replace(
+        run,
+        loader=loader,
+        accumulation_steps=steps,
+        rank=0,
+        world_size=1,
+    )
 
 
 def split_linear_layers(run: TrainingRun) -> None:
@@ -310,9 +317,9 @@ def split_linear_layers(run: TrainingRun) -> None:
         parallelize_module,
     )
 
-    uses = Counter(
-        id(p) for module in run.model.modules() for p in module.parameters(recurse=False)
-    )
+    uses: Counter[int] = Counter()
+    for module in run.model.modules():
+        uses.update(id(p) for p in module.parameters(recurse=False))
     mesh = init_device_mesh(run.device.type, (run.world_size,))
     with _parameters_replaced(run):
         for module in list(run.model.modules()):
@@ -377,9 +384,8 @@ UNFIT = {
 }
 """The reset modes that a wrapper rules out."""
 RANK_MODES: dict[str, Loop] = {
-    f"{name}/{mode}": wrap(loop)
-    for name, wrap in WRAPPERS.items()
-    for mode, loop in MODES.items()
+    f"{name}/{mode}": WRAPPERS[name](MODES[mode])
+    for name, mode in product(WRAPPERS, MODES)
     if mode not in UNFIT.get(name, ())
 }
 """What `verify --ranks` runs when it is given no loop: every reset mode in every wrapper, by the names of both."""

@@ -129,11 +129,8 @@ def allocate_flat(parameters: Parameters) -> None:
 
 def zero_flat(parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
     """Zero the flat buffers whose views the gradients are."""
-    bases = {
-        id(base): base
-        for p in parameters
-        if p.grad is not None and (base := p.grad._base) is not None
-    }
+    views = [p.grad._base for p in parameters if p.grad is not None]
+    bases = {id(base): base for base in views if base is not None}
     for flat in bases.values():
         flat.zero_()
 

@@ -23,7 +23,7 @@ class Alteration:
     """One thing that may be otherwise.
 
     Attributes:
-        cause: a name of `causes.CAUSES`.
+        cause: a name of `core.causes.CAUSES`.
         words: what the port does.
         make: torch's value -> what is made of it.
     """
@@ -42,7 +42,7 @@ class Row:
     """Alterations that differ in the value of one parameter.
 
     Attributes:
-        cause: a name of `causes.CAUSES`.
+        cause: a name of `core.causes.CAUSES`.
         where: pattern of the names of operations, optimizers or buffers that it is of.
         words: what the port does, with `{}` for the value and `{given}` for what it is asked about.
         make: (torch's value, value of the parameter) -> what is made of it.

@@ -36,7 +36,7 @@ class Hypothesis:
     """One change of a torch program.
 
     Attributes:
-        cause: a name of `causes.CAUSES`.
+        cause: a name of `core.causes.CAUSES`.
         words: what the port does, as a clause.
         changes: index of a call -> what is done in its place.
         leaves: leaf of the state or of the inputs -> function of its value, or the `Ref` of the

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from gradcheck_suite.core.formats import Accepted
 from gradcheck_suite.core.options import PortOptions, options_of, takes
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.port.judge import judged
@@ -52,7 +53,10 @@ def compare_port(
 
 
 def judge_function(
-    make: Callable[[], Any], label: str, options: PortOptions | None = None
+    make: Callable[[], Any],
+    label: str,
+    options: PortOptions | None = None,
+    baseline: Sequence[Accepted] = (),
 ) -> PortResult:
     """Return the verdict on the pair that a function returns.
 
@@ -60,10 +64,11 @@ def judge_function(
         make: the author's function; it is called again where the pair has no `load`.
         label: its name, as the user gave it.
         options: of the comparison.
+        baseline: what the project accepts.
 
     Raises:
         UsageError: the pair cannot be judged.
     """
     environment.set_precision()
     pair, notes = as_port(raised(label, in_double()(make)), make)
-    return judged(pair, notes, label, options or PortOptions())
+    return judged(pair, notes, label, options or PortOptions(), baseline)

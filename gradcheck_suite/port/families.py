@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, combinations, groupby, islice, permutations, product
 from typing import Any
@@ -30,6 +30,7 @@ from gradcheck_suite.port.mistakes import (
     smoothed,
 )
 from gradcheck_suite.port.number_sets import aligned, error, variety
+from gradcheck_suite.port.rare_inputs import ordered
 from gradcheck_suite.port.search import LEAST, Family, Found, Search, behind, recomputed, walked
 from gradcheck_suite.port.torch_program import LOSS, Call, Change, Ref, TorchProgram, fill, flat
 from gradcheck_suite.port.transforms import (
@@ -138,7 +139,7 @@ def chosen_before(search: Search, place: int) -> Iterator[Hypothesis]:
     """Yield mistakes of what chose, masked or moved the operands: its results are matched, or tell
     nothing.
     """
-    for hypothesis in _before(search, _choosing(search, place, 6), usual):
+    for hypothesis in _before(search, _choosing(search, place, 6), usual, ties):
         refs = search.program.calls[hypothesis.at].refs if hypothesis.at is not None else []
         parameter = next((r for r in refs if r.kind == "state"), None)
         if hypothesis.cause == "missing-transpose" and parameter is not None:
@@ -171,6 +172,104 @@ def beyond_a_table(search: Search, place: int) -> Iterator[Hypothesis]:
             words = f"no {program.calls[limit].label}: an index that is out of the table is"
             words += " counted from its end, or is the last"
             yield Hypothesis("missing-operation", words, {place: read})
+
+
+def ties(search: Search, place: int) -> Iterator[Hypothesis]:
+    """Yield that equal elements are in another order, or that the largest elements are told by a
+    threshold in place of their positions, or the other way: a threshold keeps all elements that are
+    equal to the last one.
+    """
+    calls = search.program.calls
+    call = calls[place]
+    if call.name in _KEEPING:
+        dim, index, source = call.args[1:4]
+        top = _top(search, index, 1)
+        if top is not None and top.dim == dim:
+            yield Hypothesis("ties", _BY_THRESHOLD, {place: _by_threshold(top, source)})
+    elif call.name == "sort":
+        yield Hypothesis("ties", "the last of equal elements first", {place: ordered(first=False)})
+    elif call.name in _COMPARING:
+        for x, limit in (call.args[:2], call.args[1::-1]):
+            top = _top(search, limit, 0)
+            if top is not None and top.of == x:
+                yield Hypothesis("ties", _BY_POSITION, {place: _by_position(top)})
+
+
+_KEEPING = ("scatter", "scatter_")
+_COMPARING = ("lt", "le", "gt", "ge")
+_BY_THRESHOLD = "a threshold, which keeps all elements that are equal to the last of the largest"
+_BY_POSITION = "so many elements by their positions, of equal ones the first"
+
+
+@dataclass(frozen=True)
+class _Top:
+    """A call that takes the largest or the smallest elements along an axis.
+
+    Attributes:
+        of: what they are taken of.
+        values: the elements.
+        dim: the axis.
+        largest: whether the largest are taken.
+    """
+
+    of: Ref
+    values: Ref
+    dim: int
+    largest: bool
+
+
+def _top(search: Search, ref: Any, result: int) -> _Top | None:
+    """Return the call of `topk` that a tensor is a result of, also one that was moved since."""
+    calls = search.program.calls
+    while isinstance(ref, Ref) and isinstance(ref.kind, int):
+        call = calls[ref.kind]
+        if call.name == "topk":
+            given = Given(call, call.args, call.kwargs)
+            if ref.index != result:
+                return None
+            return _Top(call.args[0], Ref(ref.kind, 0), given.dim, bool(given.largest))
+        if len(call.refs) != 1 or search.matching.status[ref.kind] is False:
+            return None
+        ref = call.refs[0]
+    return None
+
+
+def _last_of(top: _Top, get: Any) -> Any:
+    """Return the last of the elements that are taken."""
+    values = get(top.values)
+    return values.narrow(top.dim, values.shape[top.dim] - 1, 1)
+
+
+def _by_threshold(top: _Top, source: Any) -> Change:
+    def change(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
+        x = get(top.of)
+        last = _last_of(top, get)
+        kept = x >= last if top.largest else x <= last
+        put = x if isinstance(source, Ref) else torch.as_tensor(source, dtype=args[0].dtype)
+        return [torch.where(kept, put, args[0])]
+
+    return change
+
+
+def _by_position(top: _Top) -> Change:
+    def change(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
+        x = get(top.of)
+        # torch promises no order of equal elements, and JAX takes the first ones
+        order = torch.sort(x, dim=top.dim, descending=top.largest, stable=True).indices
+        places = order.narrow(top.dim, 0, get(top.values).shape[top.dim])
+        taken = torch.zeros_like(x, dtype=torch.bool).scatter(top.dim, places, True)
+        says_of_equal = _compared(call, top, 0.0)
+        if says_of_equal == _compared(call, top, -1.0 if top.largest else 1.0):
+            raise ValueError("equal elements are not kept: the comparison keeps no more")
+        return [taken if says_of_equal else ~taken]
+
+    return change
+
+
+def _compared(call: Call, top: _Top, off: float) -> bool:
+    """Return what a comparison says of an element that is so far from the last one that is taken."""
+    operands = [torch.tensor(off if ref == top.of else 0.0) for ref in call.args[:2]]
+    return bool(call.op(*operands))
 
 
 def _is_index(search: Search, ref: Ref) -> bool:
@@ -1423,6 +1522,7 @@ FAMILIES: tuple[tuple[Family, str], ...] = (
     (starts, "order"),
     (usual, "order"),
     (beyond_a_table, "order"),
+    (ties, "order"),
     (chosen_before, "order"),
     (chosen_before, "last"),
     (weights, "order"),
@@ -1473,7 +1573,8 @@ def reordered(search: Search, ends: list[Ref]) -> Found | None:
 
     last = [e.kind for e in ends if isinstance(e.kind, int)]
     moving = search.read_by(last, 6, lambda i: search.matching.status[i] is None)
-    mistaken = chain.from_iterable(usual(search, i) for i in (*last, *moving))
+    places = (*last, *moving)
+    mistaken = chain.from_iterable(family(search, i) for i in places for family in (ties, usual))
     best = best_explanation(mistaken, explains_half, search.budget)
     if best is None or (search.budget.stopped and not best.is_whole):
         best = best_explanation(_other_orders(search, ends), explains_all, search.budget)

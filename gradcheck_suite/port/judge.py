@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from gradcheck_suite.core.causes import CAUSES, is_cause, meaning
+from gradcheck_suite.core.formats import Accepted, Judged
 from gradcheck_suite.core.options import PortOptions
 from gradcheck_suite.core.text import counted, suggestion
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.port.budget import SECONDS, Budget
-from gradcheck_suite.port.causes import CAUSES, meaning
 from gradcheck_suite.port.changes import RAISED, Hypothesis, of_ours
 from gradcheck_suite.port.drawing import author_points, binding_points, described, resampled
 from gradcheck_suite.port.drawn_inputs import DrawnInputs, loss_error, nonfinite, run_with, special
@@ -44,6 +45,7 @@ from gradcheck_suite.port.pair import (
     state_of,
 )
 from gradcheck_suite.port.precision import precision_findings
+from gradcheck_suite.port.rare_inputs import other_orders
 from gradcheck_suite.port.result import Kind, MapRow, PortFinding, PortResult
 from gradcheck_suite.port.running_statistics import statistic_faults
 from gradcheck_suite.port.search import LEAST, PLACES, Found, Repairs, Search
@@ -106,9 +108,16 @@ class Judge:
         pair: in float64.
         notes: of what was ignored.
         options: of the comparison.
+        baseline: what the project accepts.
     """
 
-    def __init__(self, pair: Port, notes: list[str], options: PortOptions) -> None:
+    def __init__(
+        self,
+        pair: Port,
+        notes: list[str],
+        options: PortOptions,
+        baseline: Sequence[Accepted] = (),
+    ) -> None:
         self.pair = pair
         self.notes = notes
         self._options = options
@@ -129,8 +138,13 @@ class Judge:
         self._unloaded: set[str] = set()
         expect_sizes(pair.sizes)
         for name in pair.accept:
-            if not set(name.split(" and ")) <= CAUSES.keys():
+            if not is_cause(name):
                 raise UsageError(f"accept: {name!r} is no cause{suggestion(name, CAUSES)}")
+        self._entries = [
+            *baseline,
+            *(Accepted.read(text, "--accept") for text in options.accept),
+            *(Accepted.read(name, "accept of the pair") for name in pair.accept),
+        ]
 
     def run(self) -> None:
         """Judge the pair.
@@ -209,12 +223,16 @@ class Judge:
     ) -> PortFinding:
         """Add a finding, and return it; what its cause means stands behind the words."""
         means = f" ({meaning(cause)})" if meaning(cause) else ""
-        finding = PortFinding(kind, place or "", cause, f"{words}{means}{after}", **more)
+        finding = PortFinding.of(kind, place or "", cause, f"{words}{means}{after}", **more)
         known = {(f.kind, f.place, f.cause) for f in (*self.findings, *self.accepted)}
-        if (finding.kind, finding.place, finding.cause) not in known:
-            named = set(" and ".join(self.pair.accept).split(" and "))
-            accepted = set(cause.split(" and ")) <= named
-            (self.accepted if accepted else self.findings).append(finding)
+        if (finding.kind, finding.place, finding.cause) in known:
+            return finding
+        accepting = finding.accepted_by(self._entries)
+        if accepting:
+            finding = replace(finding, reason=accepting[0].reason)
+            self.accepted.append(finding)
+        else:
+            self.findings.append(finding)
         return finding
 
     # parameters
@@ -335,6 +353,8 @@ class Judge:
                     raise
                 return True
             off = self._off(point, run, loss)
+            if off > self.sides.bounds(point).outputs and self._is_other_order(point, run, loss):
+                return True
             is_drawn = point is not self.sides.given and self.pair.draw is None
             if off <= self.sides.bounds(point).outputs or (
                 is_drawn and self._is_out_of_domain(run)
@@ -379,7 +399,7 @@ class Judge:
             self.repairs = _together(self._repaired)
             plain = re.sub(r", observed .*", "", gone[0].words)
             words = f"{plain}, observed other numbers, of which no single change explains all"
-            self.findings.append(replace(gone[0], cause="unknown", words=words))
+            self.findings.append(gone[0].renamed("unknown", words))
             return
 
     def _distance(self, point: Point, loss: bool, repaired: Sequence[Repair]) -> float:
@@ -404,6 +424,20 @@ class Judge:
     def _off(self, point: Point, run: TorchRun, loss: bool) -> float:
         theirs = self.sides.jax_run(point)
         return loss_error(run, theirs.loss) if loss else outputs_error(run.outs, theirs.outs)
+
+    def _is_other_order(self, point: Point, run: TorchRun, loss: bool) -> bool:
+        """Return whether the port has equal elements in another order, of which torch promises
+        none; torch is then given the port's.
+        """
+        allowed = self.sides.bounds(point).outputs
+        program = self.sides.torch_program(point)
+        for hypothesis in other_orders(program, run):
+            repairs = self.repairs.plus(hypothesis)
+            if self._off(point, repairs.run(program), loss) <= allowed:
+                self.repairs = repairs
+                self._note("equal elements are in another order than torch's, which promises none")
+                return True
+        return False
 
     def _is_out_of_domain(self, run: TorchRun) -> bool:
         """Return whether torch gives NaN at a drawn input, which it does not at the given one."""
@@ -941,7 +975,13 @@ def _shown(expected: Any, observed: Array | None) -> str:
     return f" (such as {observed.reshape(-1)[at]:.6g} for {wanted[at]:.6g})" if wanted.size else ""
 
 
-def judged(pair: Port, notes: list[str], label: str, options: PortOptions) -> PortResult:
+def judged(
+    pair: Port,
+    notes: list[str],
+    label: str,
+    options: PortOptions,
+    baseline: Sequence[Accepted] = (),
+) -> PortResult:
     """Return the verdict on a pair; its module's state is put back.
 
     Args:
@@ -949,6 +989,7 @@ def judged(pair: Port, notes: list[str], label: str, options: PortOptions) -> Po
         notes: of what was ignored.
         label: the pair's name.
         options: of the comparison.
+        baseline: what the project accepts.
 
     Raises:
         UsageError: the pair cannot be judged.
@@ -957,7 +998,7 @@ def judged(pair: Port, notes: list[str], label: str, options: PortOptions) -> Po
     state = state_of(pair.module)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the programs are small
-    judge = Judge(pair, notes, options)
+    judge = Judge(pair, notes, options, baseline)
     try:
         # recorded calls such as zeros(2, 3) take the default dtype each time that they run
         with warnings.catch_warnings(), np.errstate(all="ignore"), default_dtype():
@@ -968,15 +1009,25 @@ def judged(pair: Port, notes: list[str], label: str, options: PortOptions) -> Po
     finally:
         torch.set_num_threads(threads)
         set_state(pair.module, state)
+    found = judge.findings
     return PortResult(
         label,
-        tuple(judge.findings),
-        tuple(judge.accepted),
-        judge.map_rows,
-        time.monotonic() - start,
-        tuple(judge.judged),
-        tuple(judge.notes),
-        judge.planted,
-        judge.unjudged,
-        judge.smallest,
+        violations=tuple(one for one in found if one.kind != "precision"),
+        precision=tuple(one for one in found if one.kind == "precision"),
+        accepted=tuple(judge.accepted),
+        map=judge.map_rows,
+        seconds=time.monotonic() - start,
+        judged=tuple(judge.judged),
+        notes=tuple(judge.notes),
+        planted=judge.planted,
+        unjudged=judge.unjudged,
+        smallest=judge.smallest,
+        files=_files(label, [*found, *judge.accepted]),
     )
+
+
+def _files(label: str, findings: Sequence[PortFinding]) -> tuple[Judged, ...]:
+    """Return the files that a verdict speaks of: the pair's own, and those of the lines."""
+    places = [label] + [one.where for one in findings if one.where]
+    files = dict.fromkeys(place.rpartition(":")[0] for place in places)
+    return tuple((file, None) for file in files if file)

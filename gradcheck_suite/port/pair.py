@@ -22,13 +22,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF
 from gradcheck_suite.core.frames import Owner, owner_of
 from gradcheck_suite.core.text import suggestion
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.run.environment import imported
+from gradcheck_suite.run.modes import Mode
 
 Array = npt.NDArray[Any]
 State = dict[str, Array]
@@ -174,16 +174,6 @@ def to_double(module: nn.Module) -> None:
 def without_low(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return keyword arguments with the wide dtype in place of a lower one."""
     return {k: WIDE.get(v, v) if k == "dtype" else v for k, v in kwargs.items()}
-
-
-class Mode(TorchDispatchMode):
-    """A mode that `torch.compile` may look into: torch then does not import its compiler, which
-    takes two seconds.
-    """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
 
 class _Lifting(Mode):

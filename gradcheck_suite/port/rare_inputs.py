@@ -15,7 +15,6 @@ import torch
 
 from gradcheck_suite.port.changes import RAISED, Given, Hypothesis
 from gradcheck_suite.port.drawing import limited, resampled
-from gradcheck_suite.port.search import Repairs
 from gradcheck_suite.port.sides import Point
 from gradcheck_suite.port.sizes import is_sized
 from gradcheck_suite.port.torch_program import (
@@ -181,11 +180,10 @@ def _tied(value: Any, axis: int, width: int) -> Any:
 # torch promises no order of equal elements, unless it sorts stably.
 
 
-def other_orders(repairs: Repairs, program: TorchProgram, run: TorchRun) -> Iterator[TorchRun]:
-    """Yield torch's runs with equal elements in the other orders that torch may return them in.
+def other_orders(program: TorchProgram, run: TorchRun) -> Iterator[Hypothesis]:
+    """Yield the other orders in which torch may return equal elements, each of all calls.
 
     Args:
-        repairs: of torch.
         program: of torch at an input.
         run: there.
     """
@@ -197,10 +195,9 @@ def other_orders(repairs: Repairs, program: TorchProgram, run: TorchRun) -> Iter
         and not _is_stable(calls[i])
         and any(_ties(calls[i], run))
     ]
-    for first in (True, False):
-        changes = dict.fromkeys(free, _ordered(first=first))
-        if free:
-            yield repairs.plus(Hypothesis("", "", changes)).run(program)
+    if free:
+        for order in (ordered(first=True), ordered(first=True, signed=True), ordered(first=False)):
+            yield Hypothesis("", "", dict.fromkeys(free, order))
 
 
 def _is_stable(call: Call) -> bool:
@@ -208,8 +205,13 @@ def _is_stable(call: Call) -> bool:
     return bool(named.get("stable"))
 
 
-def _ordered(*, first: bool) -> Change:
-    """Return the change of a sort in which the first of equal elements comes first, or last."""
+def ordered(*, first: bool, signed: bool = False) -> Change:
+    """Return the change of a sort in which the first of equal elements comes first, or last.
+
+    Args:
+        first: whether it is the first.
+        signed: whether -0 is less than 0, as `jax.lax.top_k` has it and torch has not.
+    """
 
     def change(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
         given = Given(call, args, kwargs)
@@ -217,11 +219,15 @@ def _ordered(*, first: bool) -> Change:
         dim = given.dim
         falls = given.largest if call.name == "topk" else given.descending
         turned = value if first else value.flip(dim)
-        ordered, index = torch.sort(turned, dim=dim, descending=bool(falls), stable=True)
+        if signed and value.is_floating_point():
+            least = torch.full_like(turned, torch.finfo(value.dtype).smallest_normal)
+            turned = torch.where(turned == 0, torch.copysign(least, turned), turned)
+        index = torch.sort(turned, dim=dim, descending=bool(falls), stable=True).indices
         # the sort was of the flipped elements: places are counted from the other end
         if not first:
             index = value.shape[dim] - 1 - index
         count = given.k if call.name == "topk" else value.shape[dim]
-        return [ordered.narrow(dim, 0, count), index.narrow(dim, 0, count)]
+        places = index.narrow(dim, 0, count)
+        return [value.gather(dim, places), places]
 
     return change

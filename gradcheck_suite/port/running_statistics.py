@@ -27,7 +27,7 @@ class StatisticFault:
 
     Attributes:
         name: torch's buffer.
-        cause: a name of `causes.CAUSES`.
+        cause: a name of `core.causes.CAUSES`.
         words: what the port has.
         off: the relative difference from the nearest array of its size.
     """

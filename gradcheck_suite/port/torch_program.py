@@ -23,7 +23,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from gradcheck_suite.port.pair import Mode, default_dtype, first_of_author, flat_output, without_low
+from gradcheck_suite.port.pair import default_dtype, first_of_author, flat_output, without_low
+from gradcheck_suite.run.modes import Mode
 
 LOSS = "loss"
 """The place of what the loss computes."""

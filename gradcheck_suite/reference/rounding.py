@@ -26,7 +26,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch._decomp import get_decompositions
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradcheck_suite.core.comparison import (
     DRAWS,
@@ -39,6 +38,7 @@ from gradcheck_suite.core.comparison import (
 )
 from gradcheck_suite.core.contract import Batch
 from gradcheck_suite.run.instance import Compute, Instance, autocast_context, map_leaves
+from gradcheck_suite.run.modes import Mode
 
 # Torch's attention on the CPU, forward and backward, operation by operation, so that each can be
 # rounded at random.
@@ -443,7 +443,7 @@ class _Rounding:
     largest: bool = False
 
 
-class _RoundingMode(TorchDispatchMode):
+class _RoundingMode(Mode):
     """A mode that runs every operation in its own way, and some as functions of simpler operations."""
 
     def __torch_dispatch__(

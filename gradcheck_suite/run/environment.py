@@ -220,7 +220,7 @@ def set_precision() -> None:
     jax.config.update("jax_default_matmul_precision", "highest")
     # without it JAX makes float32 of every float64 array, and says nothing
     jax.config.update("jax_enable_x64", True)
-    put_off_dynamo(torch.optim.Optimizer)
+    put_off_dynamo(torch)
 
 
 def processes() -> int:

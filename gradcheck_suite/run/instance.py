@@ -578,7 +578,12 @@ def generated_instance(case: Case) -> Instance:
         for n, t in data.items()
     }
     data = {name: tensor.to(device) for name, tensor in data.items()}
-    return Instance(case=case, problem=problem, data=data, arrays=arrays)
+    return Instance(
+        case=case,
+        problem=problem,
+        data=data,
+        arrays=arrays,
+    )
 
 
 def user_instance(case: Case, problem: Problem) -> Instance:
@@ -606,4 +611,10 @@ def user_instance(case: Case, problem: Problem) -> Instance:
                 " count asked for, and pad items of different lengths to one tensor"
             )
     data = repeated(data, case.distinct_items)
-    return Instance(case=case, problem=problem, data=data, arrays=None, users_problem=problem)
+    return Instance(
+        case=case,
+        problem=problem,
+        data=data,
+        arrays=None,
+        users_problem=problem,
+    )

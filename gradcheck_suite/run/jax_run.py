@@ -12,7 +12,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from itertools import zip_longest
@@ -454,7 +454,14 @@ class JaxObserver:
                 return np.int32(parent)
             of_parent = [call for call in self._calls if call.parent == int(parent)]
             if not of_parent or len(of_parent[-1].seen) == of_parent[-1].devices:
-                self._calls.append(_Call(len(self._calls) + 1, int(parent), devices, eager))
+                self._calls.append(
+                    _Call(
+                        len(self._calls) + 1,
+                        int(parent),
+                        devices,
+                        eager,
+                    )
+                )
                 of_parent = self._calls[-1:]
             of_parent[-1].seen[int(device)] = seen  # type: ignore[assignment]
             return np.int32(of_parent[-1].number)
@@ -597,17 +604,19 @@ def jax_optimizer(name: str | None) -> Any:
         return optax.chain(_normalize(optax), optax.trace(decay=0.5), optax.scale(-0.02))
     factory = getattr(optax, name, None)
     made = None
+    raised = ""
     for arguments in ((LEARNING_RATE,), ()):
         if made is None and inspect.isfunction(factory):
-            with suppress(
-                Exception
-            ):  # a function of another kind, or one with other arguments, raises anything
+            # a function of another kind, or one with other arguments, raises anything
+            try:
                 made = factory(*arguments)
+            except Exception as error:
+                raised = " ".join(f", which raises {type(error).__name__}: {error}".split())
     if not isinstance(made, optax.GradientTransformation):
         raise UsageError(
             "optimizer of a loop of JAX must be normalized, or a function of optax that makes an"
             " optimizer from a learning rate alone, such as sgd, adam, adamw, lion or lamb; got"
-            f" {name!r}"
+            f" {name!r}{raised}"
         )
     return made
 
@@ -695,7 +704,12 @@ def _run(loop: Loop, instance: Instance, optax: Any, time_limit_s: float | None)
             Outcome(
                 observations=seen,
                 start=start,
-                beginning=Observation((), start, [{}], [names]),
+                beginning=Observation(
+                    (),
+                    start,
+                    [{}],
+                    [names],
+                ),
                 parameters=seen[-1].after if seen else start,
                 structure=observer.structure,
                 keeps_non_finite=observer.is_multi_steps,

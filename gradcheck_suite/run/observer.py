@@ -7,10 +7,11 @@ import inspect
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.optim import lr_scheduler
@@ -118,11 +119,12 @@ class Observer:
 
         One that has not changed since the last call is not copied again.
         """
-        old = self.last
-        self.last = {
-            n: old[n] if _is_copy(old[n], p) else p.detach().clone() for n, p in self._all.items()
-        }
-        return self.last
+        found = {}
+        for name, p in self._all.items():
+            old = self.last[name]
+            found[name] = old if _is_copy(old, p) else p.detach().clone()
+        self.last = found
+        return found
 
     def _enter(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if len(self.observations) >= self._limit:
@@ -178,7 +180,14 @@ class Observer:
                 ),
             }
         gradients = self._gradients()
-        self._evaluations.append(Evaluation(gradients, self.values(), sparse, copied(loss)))
+        self._evaluations.append(
+            Evaluation(
+                gradients,
+                self.values(),
+                sparse,
+                copied(loss),
+            )
+        )
 
     def _gradients(self) -> dict[str, torch.Tensor | None]:
         return {
@@ -413,14 +422,16 @@ def recorded_calls(steps: Callable[[], int], epoch: Callable[[], int]) -> Iterat
     scaler = torch.amp.GradScaler
     places: list[tuple[type, str]] = [(scaler, method) for method in METHODS]
     places += [(scheduler, "step") for scheduler in _SCHEDULERS]
-    originals = [(owner, method, getattr(owner, method)) for owner, method in places]
-    try:
-        for owner, method, original in originals:
-            setattr(owner, method, recorded(method, original, scales=owner is scaler))
+    # A scheduler may inherit the `step` of another one: of a method that is replaced already, each
+    # call would be counted twice.
+    wrapped = [
+        (owner, method, recorded(method, getattr(owner, method), scales=owner is scaler))
+        for owner, method in places
+    ]
+    with ExitStack() as stack:
+        for owner, method, call in wrapped:
+            stack.enter_context(mock.patch.object(owner, method, call))
         yield calls
-    finally:
-        for owner, method, original in originals:
-            setattr(owner, method, original)
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:

@@ -196,7 +196,7 @@ def optimizer_of(
 
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
-Values = Mapping[str, torch.Tensor]
+ParameterValues = Mapping[str, torch.Tensor]
 ROUNDINGS = 32
 """Rounded operations by which an optimizer computes one element; Adam with weight decay has fewer than 20."""
 NUDGE = 2.0**-20
@@ -263,7 +263,10 @@ def _changed_settings(
 
 
 def fault_between(
-    previous: Observation, found: Values, start: Values, state: Mapping[str, Any] | None = None
+    previous: Observation,
+    found: ParameterValues,
+    start: ParameterValues,
+    state: Mapping[str, Any] | None = None,
 ) -> ParameterFault | None:
     """Return how parameters or state differ from those that the previous step left, or None.
 
@@ -286,7 +289,12 @@ def fault_between(
             sentence += ": it has the value from before the step again"
         elif is_same(start[name], value):
             sentence += ": it has its initial value again"
-        return ParameterFault("parameter-drift", name, sentence, largest_error(value, left))
+        return ParameterFault(
+            "parameter-drift",
+            name,
+            sentence,
+            largest_error(value, left),
+        )
     for name, kept in ({} if state is None else previous.state_after).items():
         assert state is not None
         if lost := sorted(map(str, kept.keys() - state.get(name, {}).keys())):
@@ -307,7 +315,7 @@ def fault_between(
 def fault_before(
     previous: Observation,
     observation: Observation,
-    start: Values,
+    start: ParameterValues,
     *,
     settings: bool = True,
     scheduled: bool = False,
@@ -370,12 +378,24 @@ def fault_of_step(
             continue
         if is_same(before[name], after[name]):
             sentence = f"the step left {name} as it was, and {who} changes it on the same gradients"
-            return ParameterFault("parameter-not-updated", name, sentence, error, allowed[name])
+            return ParameterFault(
+                "parameter-not-updated",
+                name,
+                sentence,
+                error,
+                allowed[name],
+            )
         sentence = (
             f"the step changed {name} otherwise than {who} does on the same gradients, settings and"
             " state"
         )
-        return ParameterFault("wrong-update", name, sentence, error, allowed[name])
+        return ParameterFault(
+            "wrong-update",
+            name,
+            sentence,
+            error,
+            allowed[name],
+        )
     return None
 
 
@@ -511,4 +531,5 @@ def largest_error(observed: torch.Tensor, expected: torch.Tensor) -> float:
     if observed.shape != expected.shape or not expected.numel():
         return 0.0 if observed.shape == expected.shape else float("inf")
     wide = torch.promote_types(torch.float64, expected.dtype)
-    return float((observed.detach().to("cpu", wide) - expected.to("cpu", wide)).abs().max())
+    difference = observed.detach().to("cpu", wide) - expected.to("cpu", wide)
+    return float(difference.abs().max())

@@ -43,6 +43,7 @@ TABLE = (
         (
             "torch.autograd.Variable._execution_engine",
             "torch._C._current_graph_task_id",
+            "torch._C._autograd._top_saved_tensors_default_hooks",
             "torch._C._autograd._unsafe_set_version_counter",
             "torch._C._EnableTorchFunction",
             "torch._C._disabled_torch_dispatch_impl",
@@ -145,7 +146,7 @@ TABLE = (
             "Tensor._base",
             "Tensor._post_accumulate_grad_hooks",
         ),
-        ("_op_impls",),  # of a library that a loop has opened
+        ("_op_impls", "_check_with"),  # of a library that a loop has opened; of torch, in attention
     ),
     # a Problem's own model goes over the bridge to JAX
     PrivateNames(

@@ -149,7 +149,12 @@ class Template:
         """Start it; it imports torch, JAX and these modules."""
         self.folder = Path(tempfile.mkdtemp(prefix="gradcheck-suite-"))
         with (self.folder / "errors").open("w") as errors:
-            self._child = Child(__name__, str(self.folder), *modules, stderr=errors)
+            self._child = Child(
+                __name__,
+                str(self.folder),
+                *modules,
+                stderr=errors,
+            )
         self.process = self._child.process
         self._has_forked = False
 

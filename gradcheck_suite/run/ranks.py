@@ -648,10 +648,20 @@ def _run_loop(
 ) -> Outcome:
     """Run a loop in this process, as one rank, and record its losses if that is wanted."""
     if not record_losses:
-        return run_loop(loop, instance, time_limit_s=time_limit_s, rank=rank)
+        return run_loop(
+            loop,
+            instance,
+            time_limit_s=time_limit_s,
+            rank=rank,
+        )
     recorder = LossRecorder(instance, rank)
     with recorder.counting_steps():
-        outcome = run_loop(loop, recorder.instance, time_limit_s=time_limit_s, rank=rank)
+        outcome = run_loop(
+            loop,
+            recorder.instance,
+            time_limit_s=time_limit_s,
+            rank=rank,
+        )
     return replace(outcome, losses=recorder.losses())
 
 
@@ -946,7 +956,12 @@ def _per_window(few: Kinds, many: Kinds) -> Kinds:
 
 def _totals(loop: Loop, instance: Instance, time_limit_s: float | None) -> Kinds | None:
     """Return the collectives of a run by kind, of rank 0; None where a rank fails."""
-    outcomes = run_ranks(loop, instance, time_limit_s=time_limit_s, count_traffic=True)
+    outcomes = run_ranks(
+        loop,
+        instance,
+        time_limit_s=time_limit_s,
+        count_traffic=True,
+    )
     if any(outcome.raised is not None for outcome in outcomes):
         return None
     found: dict[str, tuple[float, float]] = {}

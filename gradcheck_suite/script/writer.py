@@ -20,7 +20,7 @@ import sys
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from pprint import pformat
@@ -149,12 +149,8 @@ def _module(name: str) -> tuple[str, ast.Module, dict[str, Any]]:
     source = inspect.getsource(importlib.import_module(name))
     tree = ast.parse(source)
     found = dict[str, Any]()
-    guarded = [
-        n
-        for node in tree.body
-        if _is_guard(node, "TYPE_CHECKING")
-        for n in getattr(node, "body", ())
-    ]
+    guards = [node for node in tree.body if _is_guard(node, "TYPE_CHECKING")]
+    guarded = chain.from_iterable(getattr(node, "body", ()) for node in guards)
     for node in [*guarded, *tree.body]:
         if isinstance(node, ast.Import):
             found |= {
@@ -166,12 +162,8 @@ def _module(name: str) -> tuple[str, ast.Module, dict[str, Any]]:
             found[node.name] = node
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found |= {
-                n.id: node
-                for target in targets
-                for n in ast.walk(target)
-                if isinstance(n, ast.Name)
-            }
+            parts = chain.from_iterable(map(ast.walk, targets))
+            found |= {part.id: node for part in parts if isinstance(part, ast.Name)}
     return source, tree, found
 
 
@@ -221,12 +213,8 @@ def _global_names(text: str) -> list[str]:
     outer = {
         s.get_name() for s in scopes[0].get_symbols() if s.is_referenced() and not s.is_assigned()
     }
-    inner = {
-        s.get_name()
-        for t in scopes[1:]
-        for s in t.get_symbols()
-        if s.is_referenced() and s.is_global()
-    }
+    symbols = chain.from_iterable(scope.get_symbols() for scope in scopes[1:])
+    inner = {s.get_name() for s in symbols if s.is_referenced() and s.is_global()}
     # Python 3.14 makes this name up where a module annotates a variable (PEP 649)
     return sorted((outer | inner) - {"__conditional_annotations__"})
 
@@ -334,9 +322,11 @@ class Sources:
             for n in ast.walk(node or tree)
             if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)
         ]
-        for statement in (
-            [ast.Return(node.body)] if isinstance(node, ast.Lambda) else getattr(node, "body", ())
-        ):
+        if isinstance(node, ast.Lambda):
+            body: Sequence[ast.stmt] = [ast.Return(node.body)]
+        else:
+            body = getattr(node, "body", ())
+        for statement in body:
             if isinstance(statement, ast.Expr):  # the docstring
                 continue
             is_twice = any(
@@ -355,8 +345,8 @@ class Sources:
             copy = ast.parse(ast.unparse(statement.value or ast.Constant(None)), mode="eval")
             text = _text(ast.unparse(Put().visit(copy)))
             if isinstance(statement, ast.Return):
-                ours = {name for argument in arguments for name in _global_names(_text(argument))}
-                self.add(function.__module__, *sorted({*_global_names(text)} - ours))
+                ours = [_global_names(_text(argument)) for argument in arguments]
+                self.add(function.__module__, *sorted({*_global_names(text)}.difference(*ours)))
                 return text if isinstance(copy.body, ast.Call) else f"({text})"
             given[target.id] = text
         return f"{self.expression(function)}({', '.join(map(_text, arguments))})"
@@ -806,10 +796,11 @@ def script_text(
             f" {what.get(violation.kind, violation.kind)}"
         )
     assumed = {*assumes, *assumptions_of(loop)}
+    written = partial(_script, loop, name, violation, problem, time_limit_s, assumed)
     try:
-        return _script(loop, name, violation, problem, time_limit_s, assumed, copied=True)
+        return written(copied=True)
     except (CannotCopyError, ImportError, OSError, TypeError):  # or there is no source
-        return _script(loop, name, violation, problem, time_limit_s, assumed, copied=False)
+        return written(copied=False)
 
 
 def _script(
@@ -837,7 +828,12 @@ def _script(
     if problem is not None:
         needs.append(f"{case.problem}, which imports gradcheck_suite for its Problem")
     if "loop" in flags:
-        source = _loop(loop, name, sources, copied=copied)
+        source = _loop(
+            loop,
+            name,
+            sources,
+            copied=copied,
+        )
         if source.startswith("load("):
             needs.append("the file of the loop, which may import other packages")
         values |= _of_loop(source, case, flags, sources)

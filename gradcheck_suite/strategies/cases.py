@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import cycle
+from itertools import chain, cycle
 from typing import Any, Literal
 
 from hypothesis import reject
@@ -224,14 +224,15 @@ def mostly_usual(
     the same shapes and share compiled programs. With `every_usual`, the same variant with and
     without padding takes its place.
     """
-    usual = next(
-        (o for o in variants if USUAL_FEATURES in (o.get(name) for name in _FEATURES)), variants[0]
-    )
-    often = (
-        [o for o in variants if o == {**usual, "padded": o.get("padded")}] if every_usual else []
-    )
+    with_usual = (o for o in variants if USUAL_FEATURES in (o.get(name) for name in _FEATURES))
+    usual = next(with_usual, variants[0])
+    often = []
+    if every_usual:
+        often = [o for o in variants if o == {**usual, "padded": o.get("padded")}]
     often = often or [usual]
-    return st.sampled_from([variants[0], *often * (4 * len(variants) // len(often)), *variants[1:]])
+    times = 4 * len(variants) // len(often)
+    # the first variant comes first, since Hypothesis shrinks to what stands there
+    return st.sampled_from([variants[0], *often * times, *variants[1:]])
 
 
 def choices_of(
@@ -301,7 +302,12 @@ def _of_focus(focus: Focus, signal: Signal, limits: Limits) -> list[Options]:
 
 
 def _inside(limits: Limits) -> Limits:
-    return replace(limits, trainable=False, keeps_shape=True, loss=None)
+    return replace(
+        limits,
+        trainable=False,
+        keeps_shape=True,
+        loss=None,
+    )
 
 
 @cache
@@ -321,7 +327,9 @@ def picked_layer(focus: Focus, signal: Signal, limits: Limits, number: int) -> L
     inner = []
     if kind.wraps:
         within = replace(_inside(limits), trainable=True, sparse=False)
-        fitting = [Layer(k.name, **o) for k in LAYERS.values() for o in within.variants(k, signal)]
+        fitting: list[Layer] = []
+        for each in LAYERS.values():
+            fitting += [Layer(each.name, **o) for o in within.variants(each, signal)]
         inner = [fitting[number % len(fitting)]] if fitting else [Layer("tanh")]
         inner += [Layer("tanh")] * kind.parallel
     variants = _of_focus(focus, signal, limits)
@@ -389,11 +397,8 @@ def frame_of(focus: Focus, signal: Signal, limits: Limits, number: int) -> Frame
         )
     else:
         frame = Frame()
-    used = {
-        kind
-        for layer in (*frame.first, *frame.last)
-        for kind in (layer.kind, *(i.kind for i in layer.layers))
-    }
+    outer = [*frame.first, *frame.last]
+    used = {layer.kind for layer in chain(outer, *(layer.layers for layer in outer))}
     return frame if used.isdisjoint(limits.excluded) else Frame()
 
 
@@ -611,7 +616,14 @@ def _problems(
     )
     source = Input(name, **options)
     counted = draw(counts(min_layers, max_layers)), max_layers
-    layers, frame = _chain(draw, input_signal(source), counted, limits, focus, number)
+    layers, frame = _chain(
+        draw,
+        input_signal(source),
+        counted,
+        limits,
+        focus,
+        number,
+    )
     signal = chain_signal(layers, input_signal(source))
     reductions = sampled(reductions_within(chosen))
     if not accumulable and (signal.form != "vector" or draw(_BOOLEANS)):
@@ -653,7 +665,13 @@ def problems(
     Raises:
         InvalidArgument: at the first draw, where an argument is wrong.
     """
-    return _problems(min_layers, max_layers, sparse, accumulable, hashable(assumes))
+    return _problems(
+        min_layers,
+        max_layers,
+        sparse,
+        accumulable,
+        hashable(assumes),
+    )
 
 
 # The Hypothesis strategy for cases, and how large a case is.
@@ -669,11 +687,9 @@ GROUPS = (1, 1, 1, 1, 1, 2, 3)
 """Numbers of parameter groups, as often as they are drawn."""
 DISTINCT = {14: 1, 15: 2}
 """Remainder of a case's seed by 16 -> number of its different items, so that equal items take no draw of their own."""
-_PLACES = {
-    name: place
-    for kinds in (LAYERS, LOSSES, CROSS_SAMPLE_LAYERS, CROSS_SAMPLE_LOSSES)
-    for place, name in enumerate(kinds)
-}
+_PLACES: dict[str, int] = {}
+for _kinds in (LAYERS, LOSSES, CROSS_SAMPLE_LAYERS, CROSS_SAMPLE_LOSSES):
+    _PLACES |= {name: place for place, name in enumerate(_kinds)}
 
 
 def _takes_sparse(dtype: str, optimizer: str | None) -> bool:
@@ -705,7 +721,12 @@ def _adds_up(plan: Plan) -> bool:
 def _plans_that_add_up(
     assumes: str | tuple[str, ...], maskable: bool, ranks: int
 ) -> st.SearchStrategy[Plan]:
-    drawn = plans(assumes=assumes, maskable=maskable, ranks=ranks, min_accumulation_steps=2)
+    drawn = plans(
+        assumes=assumes,
+        maskable=maskable,
+        ranks=ranks,
+        min_accumulation_steps=2,
+    )
     return drawn.filter(_adds_up)
 
 
@@ -777,7 +798,13 @@ def _cases(
             else _plans(assumes, maskable, small, ranks)
         )
     seed = draw(integers(0, MAX_SEED))
-    case = Case(drawn, draw(plan), seed=seed, **fixed, groups=draw(sampled(GROUPS)))
+    case = Case(
+        drawn,
+        draw(plan),
+        seed=seed,
+        **fixed,
+        groups=draw(sampled(GROUPS)),
+    )
     if not case.plan.masked:
         case = case.replace(distinct_items=DISTINCT.get(seed % 16, 0))
     if optimizer is not None and case.plan.steps in MOVING_STEPS:
@@ -818,7 +845,15 @@ def cases(
         (optimizer, None) if isinstance(optimizer, st.SearchStrategy) else (None, optimizer)
     )
     fixed = {"dtype": dtype, "device": device, "optimizer": same}
-    return _cases(problem, plan, hashable(assumes), small, ranks, drawn, fixed)
+    return _cases(
+        problem,
+        plan,
+        hashable(assumes),
+        small,
+        ranks,
+        drawn,
+        fixed,
+    )
 
 
 def size_of(case: Case) -> tuple[int, ...]:

@@ -176,7 +176,13 @@ def run_on_cases(
                 with suppress(type(error)):
                     fuzz(stream)  # so that the database has the choices that lead to the case
                 shrinking = True
-                _shrink(run, judge_drawn, drawn, type(error), chosen)
+                _shrink(
+                    run,
+                    judge_drawn,
+                    drawn,
+                    type(error),
+                    chosen,
+                )
                 raise
 
 
@@ -259,7 +265,12 @@ def _shrink(
         except SkipTest:
             # pytest's --hypothesis-seed replaces the seed, and hides the database from tests
             # without an own key
-            find(drawn, fails, settings=chosen, database_key=b"case")
+            find(
+                drawn,
+                fails,
+                settings=chosen,
+                database_key=b"case",
+            )
     except (failure, HypothesisException):
         pass  # a loop may also fail on a case and pass on the same case later: then nothing smaller is found
 
@@ -267,5 +278,10 @@ def _shrink(
 def draw_cases(drawn: st.SearchStrategy[Case], *, examples: int, seed_value: int) -> list[Case]:
     """Return the cases that `run_on_cases` draws."""
     found: list[Case] = []
-    run_on_cases(found.append, drawn, examples=examples, seed_value=seed_value)
+    run_on_cases(
+        found.append,
+        drawn,
+        examples=examples,
+        seed_value=seed_value,
+    )
     return found

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain, repeat
 from typing import Any, TypedDict, Unpack
 
 from hypothesis import strategies as st
@@ -33,10 +34,17 @@ MAX_MICRO_BATCHES = 24
 # built once
 integers = cache(st.integers)
 sampled = cache(st.sampled_from)
-counts = cache(
-    lambda low, high: sampled(tuple(n for n in range(low, high + 1) for _ in range(high + 1 - n)))
-)
-"""A strategy of numbers from `low` to `high`, the smaller ones more often, since each micro-batch runs the model."""
+
+
+@cache
+def counts(low: int, high: int) -> st.SearchStrategy[int]:
+    """Return a strategy of numbers from `low` to `high`, the smaller ones more often, since each
+    micro-batch runs the model.
+    """
+    often = [repeat(number, high + 1 - number) for number in range(low, high + 1)]
+    return sampled(tuple(chain.from_iterable(often)))
+
+
 _with_mask = cache(lambda sizes: st.tuples(sizes, st.booleans()))
 
 
@@ -127,25 +135,53 @@ def _plans(
     sizes, steps = _sizes_and_steps(bounds)
     chosen = valid_assumptions(assumes)
     epochs = 1 if ONE_EPOCH in chosen else draw(counts(1, bounds.max_epochs))
-    world = bounds.ranks if bounds.ranks <= 2 else draw(sampled(tuple(range(2, bounds.ranks + 1))))
+    world = bounds.ranks
+    if world > 2:
+        world = draw(sampled(tuple(range(2, world + 1))))
     k = draw(steps)
     most = max(bounds.min_windows, min(bounds.max_windows, MAX_MICRO_BATCHES // (k * world)))
-    shares = _shares(draw, draw(counts(bounds.min_windows, most)), k, world, chosen)
+    shares = _shares(
+        draw,
+        draw(counts(bounds.min_windows, most)),
+        k,
+        world,
+        chosen,
+    )
     count = sum(shares)
     ranks = shares if world > 1 else ()
     if EQUAL_BATCHES in chosen:
-        return Plan((draw(sizes),) * count, k, epochs, ranks=ranks)
+        return Plan(
+            (draw(sizes),) * count,
+            k,
+            epochs,
+            ranks=ranks,
+        )
     if EQUAL_MICRO_BATCHES in chosen:
         windows = Plan((1,) * count, k, ranks=ranks).windows
         per_window = [draw(sizes) for _ in windows]
-        equal = tuple(n for n, window in zip(per_window, windows, strict=True) for _ in window)
-        return Plan(equal, k, epochs, ranks=ranks)
+        equal = tuple(chain.from_iterable(map(repeat, per_window, map(len, windows))))
+        return Plan(
+            equal,
+            k,
+            epochs,
+            ranks=ranks,
+        )
     if not (maskable and PLAIN_COUNTS not in chosen and draw(sampled((False, True, True, True)))):
-        return Plan(tuple(draw(sizes) for _ in range(count)), k, epochs, ranks=ranks)
+        return Plan(
+            tuple(draw(sizes) for _ in range(count)),
+            k,
+            epochs,
+            ranks=ranks,
+        )
     # size and mask are adjacent draws, so that shrinking deletes a whole micro-batch
     drawn = [draw(_with_mask(sizes)) for _ in range(count)]
     masked = {j for j, (_, mask) in enumerate(drawn) if mask}
-    plan = Plan(tuple(n for n, _ in drawn), k, epochs, ranks=ranks)
+    plan = Plan(
+        tuple(n for n, _ in drawn),
+        k,
+        epochs,
+        ranks=ranks,
+    )
     # a window without valid targets is outside the contract
     masked -= {window[0] for window in plan.windows if masked.issuperset(window)}
     return plan.replace(masked=tuple(masked))

@@ -1,16 +1,18 @@
 """A second process judges runs of loops on generated problems, while this one runs the loop on the
 next cases.
 
-It never runs a loop: what it cannot say `holds` of, this process judges itself, with the same
-functions. So a verdict does not depend on whether there is a second process.
+What it cannot say `holds` of, this process judges itself, with the same functions. So a verdict
+does not depend on whether there is a second process. It runs no user's loop, which may keep
+something from one case to the next; the suite's own loops run in whichever process is free.
 """
 
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from gradcheck_suite.core.options import NUMPY
 from gradcheck_suite.core.results import Verdict
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.judge.reruns import LoopRunner
+from gradcheck_suite.loops.reset_modes import BUILT_IN
 from gradcheck_suite.reference import programs
 from gradcheck_suite.reference.evaluation import evaluated_by, evaluator
 from gradcheck_suite.reference.large_batch import REFERENCES, CannotJudgeError
@@ -51,6 +54,38 @@ class Run:
     outcome: Outcome
     rules: JudgingRules
     evaluator: str = NUMPY
+
+
+@dataclass(frozen=True)
+class OwnRun:
+    """A case that the second process both runs and judges: the loop is one of the suite's own, and
+    keeps nothing from one case to the next.
+
+    Attributes:
+        case: what the loop is to be run on.
+        loop: its name in `BUILT_IN`.
+        rules: what it is judged by.
+        time_limit_s: seconds after which it is stopped.
+        evaluator: what evaluates JAX's derivatives.
+    """
+
+    case: Case
+    loop: str
+    rules: JudgingRules
+    time_limit_s: float | None
+    evaluator: str
+
+    def run(self) -> Run:
+        """Run the loop.
+
+        Raises:
+            CannotJudgeError: the case cannot be judged.
+            UsageError: the case cannot be built.
+        """
+        outcome = run_loop(
+            BUILT_IN[self.loop], generated_instance(self.case), time_limit_s=self.time_limit_s
+        )
+        return Run(self.case, outcome, self.rules, self.evaluator)
 
 
 @dataclass(frozen=True)
@@ -97,6 +132,77 @@ def answer_to(run: Run) -> Answer:
     return None if verdict.violation or verdict.finding else verdict
 
 
+@dataclass(frozen=True)
+class _Message:
+    """A message of the parent.
+
+    Attributes:
+        number: of the message.
+        asked: what it asks for.
+        digest: of its bytes.
+    """
+
+    number: int
+    asked: Run | OwnRun | CheckPrograms
+    digest: bytes
+
+    @classmethod
+    def of(cls, number: int, data: bytes) -> _Message:
+        """Return the message of some bytes."""
+        return cls(number, unpacked(data), _digest(data))
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+MOST_ANSWERS = 4096
+"""Number of answers that are kept."""
+
+
+class _Answers:
+    """What was answered to runs.
+
+    A verdict depends on nothing but the run, so two loops that do the same with a case, to the bit,
+    have the same: most of the reset modes do, on most cases.
+    """
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[bytes, bytes] = OrderedDict()
+
+    def has(self, message: _Message) -> bool:
+        """Whether the run of a message was judged before."""
+        return message.digest in self._kept
+
+    def of(self, message: _Message, asked: Run | OwnRun) -> bytes:
+        """Return the answer to a message, for the connection.
+
+        Args:
+            message: the message.
+            asked: what it asks for.
+        """
+        answer = (
+            self._of_own(asked)
+            if isinstance(asked, OwnRun)
+            else self._of_digest(asked, message.digest)
+        )
+        return message.number.to_bytes(NUMBER) + answer
+
+    def _of_own(self, asked: OwnRun) -> bytes:
+        try:
+            run = asked.run()
+        except (CannotJudgeError, UsageError):
+            return packed(None)  # the parent meets it too, and reports it
+        return self._of_digest(run, _digest(packed(run)))
+
+    def _of_digest(self, run: Run, digest: bytes) -> bytes:
+        if digest not in self._kept:
+            self._kept[digest] = packed(answer_to(run))
+            if len(self._kept) > MOST_ANSWERS:
+                self._kept.popitem(last=False)
+        return self._kept[digest]
+
+
 def main(connection: Connection) -> None:
     """Judge the runs that the parent sends, in the second process, until the parent is gone.
 
@@ -104,7 +210,8 @@ def main(connection: Connection) -> None:
         connection: the connection to the parent.
     """
     end_with_parent(connection)
-    waiting = deque[tuple[int, Run | CheckPrograms]]()
+    waiting = deque[_Message]()
+    answers = _Answers()
     number = 0
     try:
         environment.prepare()
@@ -113,18 +220,20 @@ def main(connection: Connection) -> None:
             connection.send_bytes(str(os.getpid()).encode())
             while True:
                 while not waiting or connection.poll(0):
-                    if not (message := connection.recv_bytes()):
+                    if not (data := connection.recv_bytes()):
                         waiting.clear()
                         continue
                     number += 1
-                    waiting.append((number, unpacked(message)))
-                    _prepare(waiting[-1][1])
-                first, asked = waiting.popleft()
-                if isinstance(asked, Run):
-                    connection.send_bytes(first.to_bytes(NUMBER) + packed(answer_to(asked)))
+                    waiting.append(_Message.of(number, data))
+                    if not answers.has(waiting[-1]):
+                        _prepare(waiting[-1].asked)
+                message = waiting.popleft()
+                asked = message.asked
+                if isinstance(asked, Run | OwnRun):
+                    connection.send_bytes(answers.of(message, asked))
                 elif asked.ends:
                     checks = programs.PROGRAMS.finish_checks()
-                    connection.send_bytes(first.to_bytes(NUMBER) + packed(checks))
+                    connection.send_bytes(message.number.to_bytes(NUMBER) + packed(checks))
                 else:
                     programs.PROGRAMS.check_beside()
     finally:
@@ -132,9 +241,9 @@ def main(connection: Connection) -> None:
         os._exit(0)
 
 
-def _prepare(asked: Run | CheckPrograms) -> None:
+def _prepare(asked: Run | OwnRun | CheckPrograms) -> None:
     """Let other threads load or compile the programs of JAX that judge a run."""
-    if isinstance(asked, Run):
+    if isinstance(asked, Run | OwnRun):
         # a case that cannot be built is reported where its turn comes
         with suppress(CannotJudgeError, UsageError), evaluated_by(asked.evaluator):
             REFERENCES.prepare(asked.case)
@@ -223,9 +332,11 @@ class Prefetcher:
         self._rules = rules
         self._time_limit_s = time_limit_s
         self._waiting: deque[Case] = deque()
-        self._sent: deque[tuple[JudgeProcess, int, Case, Outcome]] = deque()
+        self._sent: deque[tuple[JudgeProcess, int, Case, Outcome | None]] = deque()
         self._runs = runs
         self._slow = False
+        self._own = next((name for name, own in BUILT_IN.items() if own is loop), None)
+        self._is_judge_idle = False
 
     def prepare(self, case: Case) -> None:
         """Begin with what a check of a case needs."""
@@ -243,7 +354,16 @@ class Prefetcher:
             self._run(judge, self._waiting.popleft())
 
     def _run(self, judge: JudgeProcess, case: Case) -> None:
-        """Run the loop on a case, and send what it did to be judged."""
+        """Run the loop on a case, and send what it did to be judged.
+
+        One of the suite's own is run by the second process, where that one is ahead.
+        """
+        if self._own is not None and self._is_judge_idle:
+            self._is_judge_idle = False
+            own = OwnRun(case, self._own, self._rules, self._time_limit_s, evaluator())
+            if number := judge.send(packed(own)):
+                self._sent.append((judge, number, case, None))
+            return
         began = time.perf_counter()
         try:
             outcome = run_loop(
@@ -270,6 +390,7 @@ class Prefetcher:
         while any(sent is case for *_, sent, _ in self._sent):
             judge, number, sent, outcome = self._sent.popleft()
             if sent is case:
+                self._is_judge_idle = judge.has_answered
                 answer = judge.answer(number)
                 verdict: Verdict | None = None if answer is None else unpacked(answer)
                 return verdict, outcome

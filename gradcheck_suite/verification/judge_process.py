@@ -73,6 +73,11 @@ class JudgeProcess:
                 return data[NUMBER:]
         return None
 
+    @property
+    def has_answered(self) -> bool:
+        """Whether an answer, or the end of the process, is there to be read."""
+        return self._is_there() and self._connection.poll(0)
+
     def drop(self) -> None:
         """Want no answer to any message so far."""
         self._put(b"")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -136,6 +137,8 @@ def _made(build: Callable[..., Any], rows: Mapping[str, Any], variant: str) -> P
         "params": params,
         "load": load,
         "inputs": tuple(inputs.values()),
+        "train": row.get("train", False),
+        "sizes": row.get("sizes"),
     }
 
 
@@ -221,18 +224,23 @@ def _nnx(row: Mapping[str, Any]) -> Any:
     return nn.GRUCell(*row["config"]), call, load
 
 
-def _jaxonmodels(row: Mapping[str, Any]) -> Any:
-    equinox = importlib.import_module("equinox")
-    loading = importlib.import_module("jaxonmodels.statedict2pytree.s2p")
+def _torchvision() -> None:
+    """Import torchvision, also a wheel for CUDA where torch is one for a CPU: the models use no
+    operator of it, and the import names these two.
+    """
     try:
         importlib.import_module("torchvision")
-    except (
-        RuntimeError
-    ):  # a wheel for CUDA on a CPU; the models use no operator, and the import names these two
+    except RuntimeError:
         for operator in ("nms", "qnms"):
             torch.library.define(
                 f"torchvision::{operator}", "(Tensor a, Tensor b, float c) -> Tensor"
             )
+
+
+def _jaxonmodels(row: Mapping[str, Any]) -> Any:
+    equinox = importlib.import_module("equinox")
+    loading = importlib.import_module("jaxonmodels.statedict2pytree.s2p")
+    _torchvision()
     model = _named(row["torch"])(**_named(row["config"]))
     key = jax.random.key(0)
     made = equinox.nn.make_with_state(_named(row["jax"]))(
@@ -335,6 +343,170 @@ def _ablanx(row: Mapping[str, Any]) -> Any:
     return Hidden(), call, port.load_ablanx_params
 
 
+# What equimo calls a part of a layer -> what transformers calls it.
+_OF_DINOV2 = {
+    "patch_embed.proj": "embeddings.patch_embeddings.projection",
+    "cls_token": "embeddings.cls_token",
+    "global_pos_embed.weight": "embeddings.position_embeddings",
+    "norm.": "layernorm.",
+}
+_OF_LAYER = {
+    "prenorm.": "norm1.",
+    "norm.": "norm2.",
+    "attn.proj.": "attention.o_proj.",
+    "mlp.": "mlp.",
+    "ls1.gamma": "layer_scale1.lambda1",
+    "ls2.gamma": "layer_scale2.lambda1",
+}
+
+
+def _equimo(row: Mapping[str, Any]) -> Any:
+    equinox = importlib.import_module("equinox")
+    library = importlib.import_module("transformers")
+    models = importlib.import_module("equimo.models.vit")
+    naming = importlib.import_module("equimo.conversion.utils")
+    given = row["config"]
+    config = library.Dinov2Config(**given, attn_implementation="eager")
+    made = models.VisionTransformer(
+        img_size=given["image_size"],
+        in_channels=3,
+        dim=given["hidden_size"],
+        patch_size=given["patch_size"],
+        num_heads=[given["num_attention_heads"]],
+        depths=[given["num_hidden_layers"]],
+        key=jax.random.key(0),
+        reg_tokens=0,
+        num_classes=0,
+        **_named(row["jax_config"]),
+    )
+    arrays, rest = equinox.partition(equinox.nn.inference_mode(made), equinox.is_array)
+    found, structure = jax.tree_util.tree_flatten_with_path(arrays)
+
+    def one(name: str, state: Mapping[str, Any]) -> Any:
+        layer = re.fullmatch(r"blocks\.0\.blocks\.(\d+)\.(.*)", name)
+        table, start = (_OF_LAYER, "encoder.layer.") if layer else (_OF_DINOV2, "")
+        before, own = (f"{start}{layer[1]}.", layer[2]) if layer else ("", name)
+        if own.startswith("attn.qkv."):
+            parts = [f"{before}attention.{part}_proj.{own[9:]}" for part in "qkv"]
+            return np.concatenate([state[part] for part in parts])
+        for theirs, mine in table.items():
+            if own.startswith(theirs):
+                return state[before + mine + own[len(theirs) :]]
+        raise KeyError(name)
+
+    def load(state: Mapping[str, Any]) -> Any:
+        leaves = [
+            np.reshape(one(naming.stringify_name(path), state), leaf.shape) for path, leaf in found
+        ]
+        return jax.tree.unflatten(structure, leaves)
+
+    def call(params: Any, inputs: Mapping[str, Any]) -> Any:
+        model = equinox.combine(params, rest)
+        key = jax.random.key(0)
+        features = jax.vmap(lambda image: model.features(image, key=key, inference=True))
+        return {
+            "last_hidden_state": jax.vmap(jax.vmap(model.norm))(features(inputs["pixel_values"]))
+        }
+
+    return library.Dinov2Model(config), call, load
+
+
+def _jax_raft(row: Mapping[str, Any]) -> Any:
+    _torchvision()
+    raft = importlib.import_module("torchvision.models.optical_flow.raft")
+    port = importlib.import_module("jax_raft.model")
+    layers = row["config"]
+    model = raft.FeatureEncoder(block=raft.ResidualBlock, layers=layers, norm_layer=nn.BatchNorm2d)
+    made = port.FeatureEncoder(layers=tuple(layers))
+
+    def load(state: Mapping[str, Any]) -> Any:
+        # `scripts/convert_checkpoint.py` of the port, which is no part of its package
+        parameters: dict[str, Any] = {}
+        statistics: dict[str, Any] = {}
+        for name, value in state.items():
+            *path, own = [f"layers_{part}" if part.isdigit() else part for part in name.split(".")]
+            if own == "num_batches_tracked":
+                continue
+            is_running = own.startswith("running_")
+            tree = statistics if is_running else parameters
+            for part in path:
+                tree = tree.setdefault(part, {})
+            tree[_raft_name(own, value)] = value.transpose(2, 3, 1, 0) if value.ndim == 4 else value
+        return {"params": parameters, "batch_stats": statistics}
+
+    def call(params: Any, given: Mapping[str, Any]) -> Any:
+        image = given["x"].transpose(0, 2, 3, 1)
+        train = row.get("train", False)
+        mutable = ["batch_stats"] if train else []
+        out, updated = made.apply(params, image, train=train, mutable=mutable)
+        return [out.transpose(0, 3, 1, 2), *([updated] if train else [])]
+
+    return model, call, load
+
+
+def _raft_name(own: str, value: Any) -> str:
+    if own == "weight":
+        return "kernel" if value.ndim == 4 else "scale"
+    return own.removeprefix("running_")
+
+
+def _mamba2_jax(row: Mapping[str, Any]) -> Any:
+    library = importlib.import_module("transformers")
+    port = importlib.import_module("mamba2_jax.modeling")
+    loading = importlib.import_module("mamba2_jax.params")
+    nnx = importlib.import_module("flax.nnx")
+    config = library.Mamba2Config(**row["config"], **row["torch_config"])
+    made = port.Mamba2ForCausalLM(port.Mamba2Config(**row["config"]), rngs=nnx.Rngs(0))
+    graph, _ = nnx.split(made)
+
+    def load(state: Mapping[str, Any]) -> Any:
+        # the port reads checkpoints of state-spaces/mamba, which has the singular
+        theirs = {name.replace("embeddings", "embedding"): v for name, v in state.items()}
+        loaded, _, _ = loading.load_pytorch_weights(made, theirs, dtype=None, strict=True)
+        return nnx.split(loaded)[1]
+
+    def call(params: Any, given: Mapping[str, Any]) -> Any:
+        return nnx.merge(graph, params)(given["input_ids"])
+
+    return library.Mamba2ForCausalLM(config), call, load
+
+
+def _jaxlpips(row: Mapping[str, Any]) -> Any:
+    _torchvision()
+    lpips = importlib.import_module("lpips")
+    port = importlib.import_module("jaxlpips.lpips")
+    features = importlib.import_module("jaxlpips.modules")
+    nnx = importlib.import_module("flax.nnx")
+    model = lpips.LPIPS(pretrained=False, pnet_rand=True, pnet_tune=True, verbose=False)
+    rows = [np.ones(width) for width in model.chns]
+    # the port downloads its weights when it is made
+    parts = features.AlexNetFeatures(rngs=nnx.Rngs(0)), nnx.List([nnx.Param(row) for row in rows])
+    vars(port)["load_model"] = lambda name: parts
+    graph, own = nnx.split(port.LPIPS())
+    like = nnx.to_pure_dict(own)
+
+    def load(state: Mapping[str, Any]) -> Any:
+        convolutions = [name[: -len(".weight")] for name in state if name.endswith(".weight")]
+        trunk = [name for name in convolutions if name.startswith("net.")]
+        like["model"] = {
+            f"conv{number}": {
+                "kernel": state[f"{name}.weight"].transpose(2, 3, 1, 0),
+                "bias": state[f"{name}.bias"],
+            }
+            for number, name in enumerate(trunk, 1)
+        }
+        like["linear_weights"] = {
+            number: state[f"lin{number}.model.1.weight"].reshape(-1) for number in range(len(rows))
+        }
+        return dict(like)
+
+    def call(params: Any, given: Mapping[str, Any]) -> Any:
+        images = [given[name].transpose(0, 2, 3, 1) for name in ("in0", "in1")]
+        return nnx.merge(graph, nnx.State(params))(*images)
+
+    return model, call, load
+
+
 BUILDERS: dict[str, Callable[..., Any]] = {
     "transformers": _transformers,
     "diffusers": _diffusers,
@@ -342,4 +514,8 @@ BUILDERS: dict[str, Callable[..., Any]] = {
     "jaxonmodels": _jaxonmodels,
     "keras-hub": _keras_hub,
     "ablanx": _ablanx,
+    "equimo": _equimo,
+    "jax-raft": _jax_raft,
+    "mamba2-jax": _mamba2_jax,
+    "jaxlpips": _jaxlpips,
 }

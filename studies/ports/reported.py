@@ -187,6 +187,59 @@ def largest_kept(variant: str) -> Pair:
     return pair_of(Kept(4, 3), apply, normal(3, 4))
 
 
+class Masked(nn.Linear):
+    """Keeps what is not below the second largest element."""
+
+    def forward(self, x):
+        return super().forward(x.masked_fill(x < x.topk(2, -1).values[..., -1:], 0))
+
+
+@architecture()
+def largest_masked(variant: str) -> Pair:
+    def apply(p, x):
+        values, places = jax.lax.top_k(x, 2)
+        if variant == "by_position":
+            return dense(p, x * jax.nn.one_hot(places, x.shape[1], dtype=x.dtype).sum(-2))
+        return dense(p, jnp.where(x >= values[..., -1:], x, 0))
+
+    return pair_of(Masked(4, 3), apply, normal(3, 4))
+
+
+class Ranked(nn.Linear):
+    def forward(self, x):
+        return super().forward(x * x.sort(dim=-1, stable=True, descending=True).indices)
+
+
+@architecture()
+def ranked(variant: str) -> Pair:
+    def apply(p, x):
+        if variant == "turned":
+            return dense(p, x * jnp.argsort(x, stable=True)[..., ::-1])
+        return dense(p, x * jnp.argsort(-x, stable=True))
+
+    return pair_of(Ranked(4, 3), apply, normal(3, 4))
+
+
+class Chosen(nn.Linear):
+    """Takes two of four numbers that are equal as often as not."""
+
+    def forward(self, x):
+        x = super().forward(x).relu().round()
+        return torch.zeros_like(x).scatter(-1, x.topk(2, -1).indices, 1.0)
+
+
+@architecture()
+def chosen(variant: str) -> Pair:
+    def apply(p, x):
+        x = jnp.round(jax.nn.relu(dense(p, x)))
+        values, places = jax.lax.top_k(x, 2)
+        if variant == "threshold":
+            return (x >= values[..., -1:]).astype(x.dtype)
+        return jax.nn.one_hot(places, x.shape[1], dtype=x.dtype).sum(-2)
+
+    return pair_of(Chosen(3, 4), apply, normal(3, 3))
+
+
 class Labelled(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -59,11 +59,14 @@ def everything():
     verified = Result(
         "my_loop.py:train", violations=(replace(FAULT, command="verify", where=None),)
     )
-    different = PortFinding(
+    different = PortFinding.of(
         "forward", "layers.0", "epsilon", "1e-6 in place of 1e-5", jax="port.py:4"
     )
     port = PortResult(
-        "pair.py:pair", (different, replace(different, kind="precision")), (different,)
+        "pair.py:pair",
+        violations=(different,),
+        precision=(replace(different, kind="precision"),),
+        accepted=(replace(different, reason="accept of the pair"),),
     )
     return [audited, verified, port, Result("zero_", unjudged="no case could be judged")]
 

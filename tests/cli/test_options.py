@@ -130,6 +130,13 @@ ROWS = [
         ("int8",),
         "expected one of float64, float32, bfloat16, float16; got {}",
     ),
+    (
+        PortOptions,
+        "accept",
+        ("eps", "norm-order@a.py:3", "eps and gelu-approximation"),
+        ("epps", "mean-of-means", 3),
+        "expected NAME, NAME@FILE or ",
+    ),
     (PortOptions, "show_map", True, (0,), BOOLEAN),
 ]
 SHARED = [

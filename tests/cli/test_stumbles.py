@@ -14,12 +14,13 @@ from gradcheck_suite import check, verify
 from gradcheck_suite.cli import PROGRAM
 from gradcheck_suite.cli.arguments import set_python_path, top_parser
 from gradcheck_suite.cli.campaign import line, merged_result
+from gradcheck_suite.cli.progress import page_of
 from gradcheck_suite.core import text
 from gradcheck_suite.core.contract import ASSUMPTIONS
 from gradcheck_suite.core.faults import FIX, over_ranks, remedy_of
 from gradcheck_suite.core.source_lines import places_source
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.port.result import MapRow, PortFinding, PortResult
+from gradcheck_suite.port.result import PortFinding, PortResult
 from tests.cli.conftest import files
 from tests.cli.test_output import on_a_terminal
 
@@ -343,16 +344,16 @@ def test_a_notebook_s_cell_is_listed(project, monkeypatch):
     assert places_source({"loss": "Cell In[4]:2"}, project) is None
 
 
-def test_the_page_of_a_port_is_a_page():
-    finding = PortFinding(
-        "forward", "head", "unknown", "off by <one>", jax="port.py:3", error=1.0, allowed=1e-9
+def test_the_page_of_a_port_is_that_of_an_audit():
+    finding = PortFinding.of(
+        "forward", "head", "eps", "off by <one>", jax="port.py:3", error=1.0, allowed=1e-9
     )
-    result = PortResult("port.py:pair", (finding,), map=(MapRow("w", ("head.weight",), "same"),))
-    page = result.to_html()
-    assert "<h1>" in page
-    assert "<table>" in page
-    assert "off by &lt;one&gt;" in page
-    assert "port.py:3" in page
+    result = PortResult("port.py:pair", violations=(finding,))
+    page = page_of(result.violations, result.loop, [*result.lines, "map: w"])
+    assert "<title>port.py:pair: head: eps (forward)</title>" in page
+    for shown in ("<dt>JAX</dt><dd>port.py:3</dd>", "off by &lt;one&gt;", "map: w", "pass torch"):
+        assert shown in page
+    assert "off by &lt;one&gt;" in result.to_html()
 
 
 @pytest.mark.parametrize(
@@ -378,4 +379,4 @@ def test_the_page_of_a_port_is_a_page():
     ],
 )
 def test_a_port_s_fix_has_torch_s_value_where_it_is_known(cause, words, fix):
-    assert PortFinding("forward", "head", cause, words).remedy == fix
+    assert PortFinding.of("forward", "head", cause, words).remedy == fix

@@ -18,12 +18,12 @@ from typing import Any
 import gradcheck_suite.core
 from gradcheck_suite.cli import PROGRAM, exit_status
 from gradcheck_suite.cli.arguments import OutputOptions
+from gradcheck_suite.core.causes import CAUSES
 from gradcheck_suite.core.contract import ASSUMPTIONS
 from gradcheck_suite.core.faults import FAULTS
 from gradcheck_suite.core.findings import FINDINGS
 from gradcheck_suite.core.options import OF_COMMANDS, Option, VerifyOptions, options_of
 from gradcheck_suite.loops.trainers import TRAINERS
-from gradcheck_suite.port.causes import CAUSES
 from gradcheck_suite.pytest_plugin import SECOND_OPINION_S
 from tests.docs.pages import ROOT
 
@@ -61,7 +61,7 @@ def causes() -> str:
     """Return the table of the causes that a port may differ by."""
     return table(
         ["cause", "what differs", "what to do"],
-        ([f"`{name}`", *cause] for name, cause in CAUSES.items()),
+        ([f"`{one.name}`", one.meaning, one.remedy] for one in CAUSES.values()),
     )
 
 
@@ -213,9 +213,18 @@ def _described(module: str, name: str) -> str:
 
 
 def _methods(found: Any) -> list[Any]:
-    """Return the public methods that a class defines itself."""
-    own = vars(found).values() if inspect.isclass(found) else ()
-    return [one for one in own if inspect.isfunction(one) and not one.__name__.startswith("_")]
+    """Return the public methods of a class, those of the private classes that it is made of first."""
+    if not inspect.isclass(found):
+        return []
+    parts = [one for one in reversed(found.__mro__) if one is found or one.__name__.startswith("_")]
+    own: dict[str, Any] = {}
+    for part in parts:
+        own |= vars(part)
+    return [
+        method
+        for name, method in own.items()
+        if inspect.isfunction(method) and not name.startswith("_")
+    ]
 
 
 def _signature(found: Any) -> str:

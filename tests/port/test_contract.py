@@ -17,9 +17,11 @@ import pytest
 import torch
 from torch import nn
 
-from gradcheck_suite import Port, UsageError, compare_port
+from gradcheck_suite import Port, Result, UsageError, ViolationFound, compare_port
 from gradcheck_suite.cli import run
+from gradcheck_suite.core.formats import Accepted
 from gradcheck_suite.port.compare import judge_function
+from gradcheck_suite.port.result import PortFinding
 from tests.port.pairs import Head, drawn, head, images, pair_of
 
 # a machine that is lent to run tests of CUDA may lack it, and collects every file
@@ -411,7 +413,7 @@ def test_the_command(tmp_path, capsys):
     (result,) = document["results"]
     assert (result["verdict"], result["holds"], result["findings"]) == ("holds", True, [])
     assert result["loop"].endswith("my_port.py:pair")
-    assert "<code>w</code>" in page.read_text()  # the map is on the page
+    assert "w      same        0.weight" in page.read_text()  # the map is on the page
 
 
 def test_a_port_that_differs_exits_with_1_and_names_the_lines(tmp_path, capsys):
@@ -425,6 +427,63 @@ def test_a_port_that_differs_exits_with_1_and_names_the_lines(tmp_path, capsys):
     assert finding["error"] > finding["allowed"] > 0
     assert "eps 1e-05 instead of 0.001" in finding["words"]
     assert "fix: pass torch's eps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ('fault = "eps", file = "my_port.py"', "accepted: eps at 1:"),
+        ('fault = "eps", file = "other.py"', "DIFFERS"),
+        ('fault = "eps", file = "my_port.py", line = 1', "DIFFERS"),
+        ('fault = "scale", file = "my_port.py"', "DIFFERS"),
+    ],
+)
+def test_what_the_project_accepts_is_accepted_by_a_port(tmp_path, monkeypatch, capsys, entry, said):
+    monkeypatch.chdir(tmp_path)
+    pair = written(tmp_path, eps=", eps=1e-3")
+    accept = f'accept = [{{{entry}, reason = "as it was trained"}}]'
+    (tmp_path / "pyproject.toml").write_text(f"[tool.gradcheck-suite]\n{accept}\n")
+    status = run(["port", "-n", "1", "--output-format", "github", pair.rpartition("/")[2]])
+    out = capsys.readouterr()
+    assert said in out.err
+    assert status == (said == "DIFFERS"), out
+    assert ("(accepted%3A as it was trained)" in out.out) == (said != "DIFFERS")
+    # its file was judged, and what it accepts is not there
+    is_gone = "not found again" in out.err
+    assert is_gone == (said == "DIFFERS" and "my_port.py" in entry)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "status"),
+    [("eps", 0), ("eps@my_port.py", 0), ("eps@my_port.py:1", 1), ("gelu-approximation", 1)],
+)
+def test_the_option_accept_is_that_of_an_audit(tmp_path, capsys, accepted, status):
+    pair = written(tmp_path, eps=", eps=1e-3")
+    assert run(["port", "-n", "1", "--accept", accepted, pair]) == status, capsys.readouterr()
+
+
+def test_the_result_is_a_result_whose_violations_are_its_differences():
+    result = judge_function(lambda: images("eps"), "pair.py:pair")
+    assert isinstance(result, Result)
+    assert result.violation is not None
+    assert (result.violation.diagnosis, result.violation.kind) == ("eps", "forward")
+    assert result.violation.fix.startswith("pass torch's eps")
+    assert result.findings == result.violations
+    with pytest.raises(ViolationFound, match="DIFFERS"):
+        result.raise_for_violation()
+    accepted = result.accepting([Accepted.read("eps", "as it was trained")])
+    assert (accepted.verdict, len(accepted.accepted)) == ("holds", 1)
+    assert result.accepting([Accepted.read("scale", "why")]).verdict == "differs"
+
+
+@pytest.mark.parametrize(
+    ("entries", "is_accepted"),
+    [(["eps"], False), (["eps", "scale"], True), (["eps", "scale@b.py"], False), (["sign"], False)],
+)
+def test_of_several_causes_each_is_to_be_accepted(entries, is_accepted):
+    both = PortFinding.of("forward", "norm", "eps and scale", "two numbers", jax="a.py:3")
+    fits = both.accepted_by([Accepted.read(text, "why") for text in entries])
+    assert bool(fits) == is_accepted
 
 
 @pytest.mark.parametrize(

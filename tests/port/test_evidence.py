@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from gradcheck_suite.core.causes import CAUSES
 from gradcheck_suite.port import search as searching
 from gradcheck_suite.port.budget import Budget
-from gradcheck_suite.port.causes import CAUSES
 from gradcheck_suite.port.changes import Hypothesis, of_result
 from gradcheck_suite.port.compare import judge_function
 from gradcheck_suite.port.jax_program import JaxProgram

@@ -62,6 +62,83 @@ def test_any_order_of_ties_that_torch_may_return_is_right(by):
     assert judged(largest(by)).verdict == "holds"
 
 
+class Masked(nn.Linear):
+    """Keeps what is not below the second largest element."""
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x.masked_fill(x < x.topk(2, -1).values[..., -1:], 0))
+
+
+class Ranked(nn.Linear):
+    """Multiplies each element by its place in a stable order."""
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x * x.sort(dim=-1, stable=True, descending=True).indices)
+
+
+def masked(p: Any, x: Any) -> Any:
+    return dense(p, jnp.where(x >= jax.lax.top_k(x, 2)[0][..., -1:], x, 0))
+
+
+def taken(p: Any, x: Any) -> Any:
+    return dense(p, x * jax.nn.one_hot(jax.lax.top_k(x, 2)[1], 4, dtype=x.dtype).sum(-2))
+
+
+def ranked(p: Any, x: Any) -> Any:
+    return dense(p, x * jnp.argsort(-x, stable=True))
+
+
+def turned(p: Any, x: Any) -> Any:
+    return dense(p, x * jnp.argsort(x, stable=True)[..., ::-1])
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "found"),
+    [
+        (Masked, masked, []),
+        (Masked, taken, ["ties"]),
+        (Ranked, ranked, []),
+        (Ranked, turned, ["ties"]),
+        (Largest, taken, []),
+        (Largest, masked, ["ties"]),
+    ],
+)
+def test_which_of_equal_elements_are_kept_is_named(mine, theirs, found):
+    assert causes(pair_of(mine(4, 3), theirs, (numbers(3, 4),))) == found
+
+
+class Rounded(nn.Module):
+    """Marks the two largest of numbers that are equal at the given inputs already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.full((1,), 0.3))
+
+    def forward(self, x: Any) -> Any:
+        places = (x.round() + 0 * self.shift).topk(2, -1).indices
+        return torch.zeros_like(x).scatter(-1, places, 1.0) * (1 + self.shift)
+
+
+@pytest.mark.parametrize("by", ["the first", "the last", "a threshold"])
+def test_given_inputs_may_have_equal_elements(by):
+    def apply(p: Any, x: Any) -> Any:
+        y = jnp.round(x) + 0 * p["shift"]
+        values, places = jax.lax.top_k(y, 2)
+        if by == "the last":
+            places = y.shape[1] - 1 - jax.lax.top_k(y[:, ::-1], 2)[1]
+        kept = jax.nn.one_hot(places, y.shape[1], dtype=x.dtype).sum(-2)
+        if by == "a threshold":
+            kept = (y >= values[..., -1:]).astype(x.dtype)
+        return kept * (1 + p["shift"])
+
+    result = judged(pair_of(Rounded(), apply, (numbers(5, 4),)))
+    assert [f.cause for f in result.differences] == (["ties"] if by == "a threshold" else []), (
+        result
+    )
+    if by == "the first":  # torch takes the last ones here
+        assert any("torch's, which promises none" in note for note in result.notes)
+
+
 def test_a_threshold_that_keeps_more_than_k_where_there_are_ties_differs():
     result = judged(largest("threshold"))
     assert result.verdict == "differs"

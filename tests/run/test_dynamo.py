@@ -1,4 +1,4 @@
-"""Optimizers are made without Dynamo, and are as torch makes them once it is imported."""
+"""Nothing of eager torch imports Dynamo or sympy, and all is as torch has it once Dynamo is imported."""
 
 from __future__ import annotations
 
@@ -34,3 +34,35 @@ SCRIPT = """
 
 def test_dynamo_is_imported_by_what_compiles_alone():
     subprocess.run([sys.executable, "-c", textwrap.dedent(SCRIPT)], check=True)
+
+
+WITHOUT = """
+    import sys
+    import torch
+    from gradcheck_suite.run import environment
+
+    environment.set_precision()
+    from gradcheck_suite.reference.rounding import RandomRounding
+
+    attention = torch.nn.MultiheadAttention(2, 1, batch_first=True)
+    x = torch.ones(1, 3, 2)
+    padded = torch.tensor([[False, False, True]])
+    attention(x, x, x, key_padding_mask=padded)
+    with RandomRounding(0, torch.float64):
+        torch.ones(2) + 1
+    assert "torch._dynamo" not in sys.modules
+    assert "sympy" not in sys.modules
+    try:
+        attention(x, x, x, key_padding_mask=padded[:, :2])
+    except AssertionError as error:
+        assert "shape[1] to be 3, but got 2" in str(error)
+    else:
+        raise SystemExit("a mask of another length was taken")
+
+    import torch._dynamo
+    assert torch._check_with.__module__ == "torch" and not hasattr(torch._check_with, "__wrapped__")
+"""
+
+
+def test_modes_and_masks_import_no_compiler():
+    subprocess.run([sys.executable, "-c", textwrap.dedent(WITHOUT)], check=True)

@@ -28,6 +28,7 @@ from gradcheck_suite.errors import UsageError
 from gradcheck_suite.loops.reset_modes import BUILT_IN
 from gradcheck_suite.run import ranks
 from gradcheck_suite.run.instance import generated_instance
+from gradcheck_suite.run.ranks import packed, unpacked
 from gradcheck_suite.run.runner import run_loop
 from gradcheck_suite.verification import ahead, search
 from gradcheck_suite.verification import judge_process as judges
@@ -159,12 +160,54 @@ def test_the_loop_runs_on_cases_in_the_order_in_which_they_are_judged(monkeypatc
         monkeypatch.setattr(ahead, "SLOW_S", slow_s if len(run_on) % 3 == 0 else float("inf"))
         return run_loop(loop, instance, **options)
 
+    def users(run):
+        BUILT_IN["plain"](run)
+
     monkeypatch.setattr(ahead, "run_loop", noted)
     monkeypatch.setattr(ranks, "run_loop", noted)
     assert verify(
-        BUILT_IN["plain"], examples=30, progress=lambda verdict: judged.append(verdict.case.digest)
+        users, examples=30, progress=lambda verdict: judged.append(verdict.case.digest)
     ).holds
     assert [digest for digest in run_on if digest in judged] == judged
+
+
+@pytest.mark.usefixtures("only_linear")
+def test_a_loop_of_the_suite_runs_in_both_processes_with_the_same_result(monkeypatch, second):
+    here: list[str] = []
+
+    def noted(loop, instance, **options):
+        here.append(instance.case.digest)
+        return run_loop(loop, instance, **options)
+
+    monkeypatch.setattr(ahead, "run_loop", noted)
+    monkeypatch.setattr(judges.JudgeProcess, "has_answered", property(lambda self: True))
+    found = verify(BUILT_IN["zero_grad"], examples=20)
+    assert found.judged == 20
+    assert 0 < len(here) < 19
+    assert _shown(found) == _shown(_without(monkeypatch, BUILT_IN["zero_grad"], examples=20))
+
+
+def test_the_same_run_is_judged_once_and_another_of_the_case_by_itself(monkeypatch):
+    case = Case(LINEAR, Plan((1, 3, 2), 2))
+    judged: list[Run] = []
+
+    def counted(run):
+        judged.append(run)
+        return answer_to(run)
+
+    monkeypatch.setattr(ahead, "answer_to", counted)
+    answers = ahead._Answers()
+
+    def holds(loop):
+        run = Run(case, run_loop(loop, generated_instance(case)), rules_of(loop))
+        message = ahead._Message.of(1, packed(run))
+        return unpacked(answers.of(message, message.asked)[judges.NUMBER :]) is not None
+
+    assert holds(BUILT_IN["plain"])
+    assert holds(BUILT_IN["zero_grad"])
+    assert len(judged) == 1
+    assert not holds(BUGS["mean-of-means"].loop)
+    assert len(judged) == 2
 
 
 @pytest.mark.usefixtures("only_linear")

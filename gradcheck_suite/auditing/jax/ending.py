@@ -67,12 +67,13 @@ def _judge_held(judge: JaxJudge, optimizer: Optimizer) -> None:
 
 
 def _note_never(judge: JaxJudge, optimizer: Optimizer) -> None:
-    if optimizer.reached is None or not optimizer.lengths:
+    mark = optimizer.mark
+    if optimizer.reached is None or not optimizer.lengths or mark is None:
         return
     never = np.flatnonzero(optimizer.reached == 0)
     if not len(never) or len(never) == len(optimizer.reached):
         return
-    names = ", ".join(optimizer.names[i] or f"leaf {i}" for i in never[:MOST_NAMES])
+    names = ", ".join(mark.names[i] or f"leaf {i}" for i in never[:MOST_NAMES])
     more = f" and {len(never) - MOST_NAMES} more" if len(never) > MOST_NAMES else ""
     said = (
         f"{len(never)} of {len(optimizer.reached)} leaves get a gradient of zeros in every step"

@@ -141,12 +141,23 @@ class Program:
                 found.update(equation.outs)
         return found
 
+    def affected(self, source: Var) -> set[Var]:
+        """Return the variables whose values rest on that of another one."""
+        found = {source}
+        for equation in self.equations:
+            if found.intersection(equation.ins):
+                found.update(equation.outs)
+        return found
+
     def evaluate(self, wanted: Sequence[Var], given: Mapping[Var, Any]) -> list[Any]:
         """Return the values of some variables.
 
         Only what they need is computed, and nothing that `given` has a value for.
         """
-        values = dict(given)
+        return self.extend(wanted, dict(given))
+
+    def extend(self, wanted: Sequence[Var], values: dict[Var, Any]) -> list[Any]:
+        """Return the values of some variables, and keep them and those that they need in `values`."""
         for index in sorted(self._needed(wanted, values)):
             equation = self.equations[index]
             results = equation.bind([self._read(one, values) for one in equation.ins])

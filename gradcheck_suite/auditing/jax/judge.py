@@ -20,13 +20,13 @@ from gradcheck_suite.auditing.jax.windows import (
     Step,
     Unfitted,
     Window,
-    clipped_norm,
     columns_of,
     explain,
     implicit_step,
     is_of_earlier_step,
     is_same_point,
     mixes,
+    norms_alike,
     select,
 )
 from gradcheck_suite.auditing.places import Place
@@ -260,7 +260,7 @@ class JaxJudge:
         key = mark.owner, mark.shapes
         found = self.optimizers.get(key)
         if found is None:
-            found = Optimizer(len(self.optimizers), names=mark.names, mark=mark)
+            found = Optimizer(len(self.optimizers), mark=mark)
             found.generation = self.generation
             self.optimizers[key] = found
         return found
@@ -294,7 +294,7 @@ class JaxJudge:
             one for one in self.own_columns(mark.shapes) if optimizer.index not in one.consumers
         ]
         if given.devices:
-            if self._differs_over_devices(gradient, parameters, mark, optimizer, columns):
+            if self._differs_over_devices(gradient, parameters, given, optimizer, columns):
                 return
             gradient = gradient[0]
             norms = norms[0]
@@ -337,16 +337,22 @@ class JaxJudge:
         self,
         gradient: np.ndarray[tuple[int, ...], np.dtype[np.float64]],
         parameters: np.ndarray[tuple[int, ...], np.dtype[np.float64]] | None,
-        mark: UpdateMark,
+        given: MarkEvent,
         optimizer: Optimizer,
         columns: Sequence[Column],
     ) -> bool:
-        """Judge a gradient that is another one on each device; return whether it is."""
+        """Judge a gradient that is another one on each device; return whether it is.
+
+        Devices that began alike and have nothing in common may be an ensemble: that they are to
+        train one model shows where something is added up over them, or where they are alike again.
+        """
         allowed = 1e-5 * np.abs(gradient).max(initial=0.0)
         if np.allclose(gradient, gradient[:1], rtol=1e-3, atol=allowed, equal_nan=True):
             return False
         alike = parameters is None or bool((parameters == parameters[:1]).all())
-        if alike:
+        mark = given.mark
+        assert isinstance(mark, UpdateMark)
+        if alike and (given.adds_up or optimizer.is_apart):
             window = Window(
                 self._step_of(mark, gradient[0]), list(columns), [1.0] * len(columns), 0.0
             )
@@ -357,11 +363,24 @@ class JaxJudge:
             )
             self.verdicts.violate(fault, window, optimizer)
             self.judged.add(self.steps)
+        elif alike or optimizer.is_apart:
+            self._note_apart(mark, optimizer)
         else:
             said = "each device has its own part of the parameters"
             self.verdicts.skip(mark.place, "sharded-parameters", said)
         self._consume(optimizer, columns)
         return True
+
+    def _note_apart(self, mark: UpdateMark, optimizer: Optimizer) -> None:
+        said = "devices that began alike step on gradients of their own, and nothing is added up over them"
+        if not optimizer.is_apart:
+            remedy = (
+                "right for an ensemble; if they train one model, add gradients up over all devices"
+                " with `psum`, or average them with `pmean`"
+            )
+            self.verdicts.notes[finding("ranks-train-apart", said, mark.place, remedy)] += 1
+        optimizer.is_apart = True
+        self.verdicts.skip(mark.place, "sharded-parameters", said)
 
     def _step_of(
         self, mark: UpdateMark, gradient: np.ndarray[tuple[int, ...], np.dtype[np.float64]]
@@ -425,6 +444,8 @@ class JaxJudge:
         shown = Shown(found, optimizer)
         if found.lost:
             self.verdicts.lost.append(shown)
+        if self.judges_sums and norms_alike(found):
+            self.verdicts.alike.append(shown)
         self.verdicts.shown.append(shown)
 
     def _settle(self, optimizer: Optimizer, window: Window, columns: Sequence[Column]) -> None:
@@ -475,14 +496,6 @@ class JaxJudge:
                 "stale-parameters",
                 "the gradient is by parameters of an earlier step, and not by those that the optimizer"
                 " has now",
-            )
-        if clipped_norm(window):
-            sizes = ", ".join(f"{c:.3g}" for c in window.coefficients[:6])
-            return StepFault(
-                "clipped",
-                "the gradient of each micro-batch was clipped or normalised before it was added up:"
-                f" they weigh {sizes}",
-                causes=("in-audit",),
             )
         return None
 

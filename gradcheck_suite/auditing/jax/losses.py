@@ -201,9 +201,11 @@ def adds_up_over_devices(program: Program, trained: Sequence[Var]) -> bool:
 def varying(aval: Any) -> frozenset[str]:
     """Return the axes of `shard_map` that a value differs over.
 
-    JAX 0.10 moved them from `aval.vma` to `aval.mat`.
+    JAX 0.10 moved them from `aval.vma` to `aval.mat`, which a `ShapeDtypeStruct` calls
+    `manual_axis_type`.
     """
-    known = getattr(getattr(aval, "mat", None), "varying", None)
+    of_type = getattr(aval, "mat", None) or getattr(aval, "manual_axis_type", None)
+    known = getattr(of_type, "varying", None)
     return frozenset((getattr(aval, "vma", None) if known is None else known) or ())
 
 
@@ -314,7 +316,7 @@ def _items_of(term: LossTerm) -> Var | None:
     return next((one for one in term.levels if one.shape and one.shape[0] > 1), None)
 
 
-def mixing_of(program: Program, term: LossTerm, replaced: Var, given: Mapping[Var, Any]) -> Any:
+def mixing_of(program: Program, term: LossTerm, replaced: Var, values: dict[Var, Any]) -> Any:
     """Return by how much items change when a row of an input that they do not belong to does.
 
     The first row becomes the last one; items of other rows should stay as they are. Relative to the
@@ -325,25 +327,37 @@ def mixing_of(program: Program, term: LossTerm, replaced: Var, given: Mapping[Va
         program: the loss.
         term: of it.
         replaced: one of its `row_inputs`.
-        given: the values of its inputs and constants.
+        values: of its inputs and constants, and of what was computed of them so far.
     """
     items = _items_of(term)
     assert items is not None
-    array = jnp.asarray(given[replaced])
-    before = program.evaluate([items], given)[0].astype(jnp.float32)
+    array = jnp.asarray(values[replaced])
+    before = program.extend([items], values)[0].astype(jnp.float32)
+    affected = program.affected(replaced)
+    others = {var: value for var, value in values.items() if var not in affected}
+    largest = jnp.max(jnp.abs(before))
 
-    def along(axis: int) -> Any:
-        rows = jnp.moveaxis(array, axis, 0)
-        changed = jnp.moveaxis(rows.at[0].set(rows[-1]), 0, axis)
-        after = program.evaluate([items], {**given, replaced: changed})[0].astype(jnp.float32)
+    def items_for(changed: Any) -> Any:
+        found = program.evaluate([items], {**others, replaced: changed})
+        return found[0].astype(jnp.float32)
+
+    def change(axis: int, after: Any) -> Any:
         block = items.shape[axis] // array.shape[axis]
-        others = jnp.moveaxis(before - after, axis, 0)[block:]
-        largest = jnp.max(jnp.abs(before))
-        return jnp.max(jnp.abs(others)) / jnp.where(largest == 0, 1, largest)
+        of_others = jnp.moveaxis(before - after, axis, 0)[block:]
+        return jnp.max(jnp.abs(of_others)) / jnp.where(largest == 0, 1, largest)
 
-    of_rows = along(0)
     has_time = items.shape[:2] == array.shape[:2] and len(array.shape) > 1 and array.shape[1] > 1
-    return jnp.minimum(of_rows, along(1)) if has_time else of_rows
+    if not has_time:
+        return change(0, items_for(_with_other_row(array, 0)))
+    both = jnp.stack([_with_other_row(array, axis) for axis in (0, 1)])
+    after = jax.lax.map(items_for, both)  # compiled once for both
+    return jnp.minimum(change(0, after[0]), change(1, after[1]))
+
+
+def _with_other_row(array: Any, axis: int) -> Any:
+    """Return an array whose first row along an axis is its last one."""
+    rows = jnp.moveaxis(array, axis, 0)
+    return jnp.moveaxis(rows.at[0].set(rows[-1]), 0, axis)
 
 
 def _is_key(aval: Any) -> bool:
@@ -391,6 +405,34 @@ class Turn:
 
 
 @dataclass(frozen=True, eq=False)
+class Branch:
+    """A branch of a `cond`, as a program of its own.
+
+    Attributes:
+        equation: the `cond`.
+        number: of the branch.
+        body: what it does.
+    """
+
+    equation: Equation
+    number: int
+    body: Program
+
+    def given(self, values: Sequence[Any]) -> dict[Var, Any]:
+        """Return the values of the body's inputs.
+
+        Args:
+            values: the operands of the `cond`.
+        """
+        return dict(zip(self.body.inputs, values[1:], strict=True))
+
+    def is_taken(self, values: Sequence[Any]) -> Any:
+        """Return whether the branch is taken; traceable."""
+        last = len(self.equation.params["branches"]) - 1
+        return jnp.clip(jnp.asarray(values[0], jnp.int32), 0, last) == self.number
+
+
+@dataclass(frozen=True, eq=False)
 class CustomRule:
     """A call of a function with a backward of its own.
 
@@ -400,14 +442,14 @@ class CustomRule:
         line: of the call.
         trained: the operands that a gradient goes back to: of others, such as a mask, a rule may
             return zeros.
-        turns: the scans that it stands in, the outermost first.
+        inside: the scans and branches that it stands in, the outermost first.
     """
 
     equation: Equation
     name: str
     line: str
     trained: tuple[int, ...]
-    turns: tuple[Turn, ...] = ()
+    inside: tuple[Turn | Branch, ...] = ()
 
 
 MOST_ALIKE = 2
@@ -424,7 +466,9 @@ def custom_rules(program: Program, trained: Sequence[Var]) -> list[CustomRule]:
     return list(itertools.chain.from_iterable(last))
 
 
-def _all_rules(program: Program, trained: set[Var], turns: tuple[Turn, ...]) -> list[CustomRule]:
+def _all_rules(
+    program: Program, trained: set[Var], inside: tuple[Turn | Branch, ...]
+) -> list[CustomRule]:
     reached = program.dependents(trained)
     found = list[CustomRule]()
     for equation in program.equations:
@@ -433,10 +477,16 @@ def _all_rules(program: Program, trained: set[Var], turns: tuple[Turn, ...]) -> 
         if equation.name in CUSTOM_VJP:
             name = str(equation.params.get("name") or _name_of(equation))
             own = tuple(i for i, one in enumerate(equation.ins) if one in reached)
-            found.append(CustomRule(equation, name, equation.line, own, turns))
+            found.append(CustomRule(equation, name, equation.line, own, inside))
         elif equation.name == "scan" and equation.params["length"]:
             turn = Turn(equation, flatten(equation.params["jaxpr"]))
-            found += _all_rules(turn.body, _reached_inside(turn, reached), (*turns, turn))
+            found += _all_rules(turn.body, _reached_inside(turn, reached), (*inside, turn))
+        elif equation.name == "cond":
+            for number, one in enumerate(equation.params["branches"]):
+                branch = Branch(equation, number, flatten(one))
+                pairs = zip(equation.ins[1:], branch.body.inputs, strict=True)
+                of_branch = {inner for outer, inner in pairs if outer in reached}
+                found += _all_rules(branch.body, of_branch, (*inside, branch))
     return found
 
 
@@ -469,16 +519,25 @@ OWN, ENTERED, DIFFERENCE, IDENTITY = range(4)
 how much the function's result differs from its first input of the same shape."""
 
 
-def check_rule(program: Program, rule: CustomRule, given: Mapping[Var, Any]) -> Any:
+def check_rule(program: Program, rule: CustomRule, known: dict[Var, Any]) -> Any:
     """Return how the gradient of a rule compares with that of the function's forward, (4,) float32.
 
     Both are taken at the inputs of the run, for one random cotangent.
+
+    Args:
+        program: the loss.
+        rule: a call in it.
+        known: the values of its inputs and constants, and of what was computed of them so far.
     """
-    for turn in rule.turns:
-        given = turn.given(program.evaluate(turn.equation.ins, given))
-        program = turn.body
+    is_called: Any = True
+    for part in rule.inside:
+        operands = program.extend(part.equation.ins, known)
+        if isinstance(part, Branch):
+            is_called &= part.is_taken(operands)
+        known = part.given(operands)
+        program = part.body
     equation = rule.equation
-    values = program.evaluate(equation.ins, given)
+    values = program.extend(equation.ins, known)
     moved = [i for i in rule.trained if is_float(jnp.asarray(values[i]))]
     body = equation.params.get("call_jaxpr", equation.params.get("fun_jaxpr"))
     jaxpr, constants = opened(body)
@@ -507,7 +566,8 @@ def check_rule(program: Program, rule: CustomRule, given: Mapping[Var, Any]) -> 
     distance = jnp.float32(jnp.nan)
     if results and inputs[0].shape == results[0].shape:
         distance = _norm(_flat(inputs[:1]) - _flat(results[:1]))
-    return jnp.stack([_norm(own), _norm(entered), _norm(own - entered), distance])
+    found = jnp.stack([_norm(own), _norm(entered), _norm(own - entered), distance])
+    return jnp.where(is_called, found, jnp.nan)
 
 
 def _cotangent(index: int, result: Any) -> Any:

@@ -7,6 +7,8 @@ terms of a loss.
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +26,7 @@ from gradcheck_suite.auditing.jax.losses import (
     check_rule,
     mixing_of,
     row_inputs,
+    varying,
     weights_of,
 )
 from gradcheck_suite.auditing.places import Place
@@ -82,10 +85,11 @@ class PassMark:
         own = [*program.inputs, *program.constants, *program.literals]
         given = dict(zip(own, inputs, strict=True))
         terms = [self._weights(i, given) for i in range(len(self.terms))]
+        known = dict(given)  # what several of the following need is computed once
         mixing = []
         for term in self.terms:
             for one in row_inputs(term, self.data):
-                by = _or_unknown(mixing_of, (), self.program, term, one, given)
+                by = _or_unknown(mixing_of, (), self.program, term, one, known)
                 mixing.append({"by": by, "input": sketch([given[one]])["sample"]})
         return {
             "gradient": sketch(gradient),
@@ -94,7 +98,7 @@ class PassMark:
             "terms": terms,
             "mixing": mixing,
             "rules": [
-                _or_unknown(check_rule, (4,), self.program, rule, given) for rule in self.rules
+                _or_unknown(check_rule, (4,), self.program, rule, known) for rule in self.rules
             ],
         }
 
@@ -152,12 +156,11 @@ class UpdateMark:
     def summary(self, values: Sequence[Any]) -> dict[str, Any]:
         """Return what is recorded of the gradient, the update and the parameters; traceable."""
         first = self.results + len(self.shapes)
-        results = values[: self.results]
-        moved = [jnp.any(one != 0) for one in results]
+        update = sketch(values[: self.results])
         found = {
             "gradient": sketch(values[self.results : first]),
-            "update": sketch(results),
-            "moved": jnp.stack(moved).any(),
+            "update": update,
+            "moved": update["moved"],
         }
         return found | ({"parameters": sketch(values[first:])} if self.parameters else {})
 
@@ -252,24 +255,106 @@ def put_mark(mark: Mark, through: Sequence[Any], values: Sequence[Any]) -> list[
 
 
 def sketch(leaves: Sequence[Any]) -> dict[str, Any]:
-    """Return samples of all leaves in one vector, and the norm of each leaf.
+    """Return samples of all leaves in one vector, the norm of each leaf, and whether any is not 0.
 
-    A sample is linear, so that of a sum is the sum of the samples.
+    A sample is linear, so that of a sum is the sum of the samples. Leaves of one shape are looked at
+    together: each operation is compiled once for all of them.
     """
+    arrays = [_in_one_piece(jnp.asarray(leaf)) for leaf in leaves]
+    groups = _alike(arrays)
+    order = list(itertools.chain.from_iterable(groups))
     parts = []
     norms = []
-    for leaf in leaves:
-        flat = _in_one_piece(jnp.asarray(leaf)).reshape(-1)
-        flat = flat if flat.dtype == jnp.float64 else flat.astype(jnp.float32)
-        number = flat.shape[0]
-        if number <= SAMPLES:
-            parts.append(flat)
-        else:
-            steps = jnp.arange(number, dtype=jnp.float32)
-            waves = [jnp.cos(steps * f + f).astype(flat.dtype) for f in _FREQUENCIES]
-            parts += [flat[_places(number)], jnp.stack([jnp.vdot(flat, wave) for wave in waves])]
-        norms.append(jnp.sqrt(jnp.sum(flat * flat)))
-    return {"sample": jnp.concatenate(parts), "norms": jnp.stack(norms)}
+    moved = []
+    for members in groups:
+        rows = (
+            jnp.stack([arrays[i] for i in members])
+            if len(members) > 1
+            else arrays[members[0]][None]
+        )
+        rows = rows if rows.dtype == jnp.float64 else rows.astype(jnp.float32)
+        parts.append(_sampled(rows).reshape(-1))
+        flat = rows.reshape(rows.shape[0], -1)
+        norms.append(jnp.sqrt(jnp.sum(flat * flat, 1)))
+        moved.append(jnp.any(flat != 0))
+    lengths = [_sampled_size(arrays[i].size) for i in order]
+    return {
+        "sample": _in_order(jnp.concatenate(parts), order, lengths),
+        "norms": _in_order(jnp.concatenate(norms), order, [1] * len(order)),
+        "moved": jnp.stack(moved).any(),
+    }
+
+
+MOST_STACKED = 2**22
+"""Elements that are copied at most to look at several leaves together."""
+
+
+def _alike(arrays: Sequence[Any]) -> list[list[int]]:
+    """Return the indices of arrays of one type each, no more of them than may be copied."""
+    groups: dict[tuple[str, int], list[int]] = {}
+    seen = Counter[str]()
+    for i, one in enumerate(arrays):
+        kind = f"{jax.typeof(one)} {sorted(varying(jax.typeof(one)))}"
+        most = max(1, MOST_STACKED // max(one.size, 1))
+        groups.setdefault((kind, seen[kind] // most), []).append(i)
+        seen[kind] += 1
+    return list(groups.values())
+
+
+def _in_order(values: Any, order: Sequence[int], lengths: Sequence[int]) -> Any:
+    """Return values, so many for each index, in the order of the indices."""
+    if list(order) == sorted(order):
+        return values
+    ends = np.cumsum(lengths)
+    pieces = [np.arange(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+    return values[np.concatenate([pieces[i] for i in np.argsort(order)])]
+
+
+def _sampled(rows: Any) -> Any:
+    """Return samples of the leaves of one shape, (leaves, samples).
+
+    The elements of a large leaf stand a fixed step apart, which is cheap to compile, and prime to
+    their number, so that they are of all columns.
+    """
+    number = int(np.prod(rows.shape[1:], dtype=np.int64))
+    flat = rows.reshape(rows.shape[0], number)
+    if number <= SAMPLES:
+        return flat
+    step = next(s for s in range(number // SAMPLES, 0, -1) if np.gcd(s, number) == 1)
+    elements = jax.lax.slice(flat, (0, 0), (rows.shape[0], (SAMPLES - 1) * step + 1), (1, step))
+    width = _width(rows.shape[1:])
+    table = rows.reshape(rows.shape[0], number // width, width)
+    of_rows = _waves(number // width, rows.dtype)
+    # a sum with the outer product of two short waves: two small products, and no long wave
+    columns = jnp.einsum("lrc,cp->lrp", table, _waves(width, rows.dtype), precision="highest")
+    return jnp.concatenate([elements, jnp.sum(columns * of_rows, 1)], 1)
+
+
+def _sampled_size(number: int) -> int:
+    return number if number <= SAMPLES else SAMPLES + PROJECTIONS
+
+
+def _width(shape: Sequence[int]) -> int:
+    """Return the number of columns of a leaf: those of its last axis, or of a vector as a table."""
+    if len(shape) > 1:
+        return int(shape[-1])
+    number = shape[0]
+    divisors = (w for w in range(min(number, MOST_WIDTH), 0, -1) if number % w == 0)
+    return number if number <= MOST_WIDTH else next(divisors)
+
+
+MOST_WIDTH = 4096
+PERIOD = 4093
+"""Elements after which a wave comes again, a prime: the angles of later ones would be rounded otherwise in each
+program."""
+
+
+def _waves(number: int, dtype: Any) -> Any:
+    """Return waves of some length, (number, PROJECTIONS)."""
+    period = min(number, PERIOD)
+    angles = np.arange(1, period + 1)[:, None] * np.array(_FREQUENCIES)
+    waves = jnp.asarray(np.cos(angles), dtype)
+    return waves if period == number else jnp.resize(waves, (number, PROJECTIONS))
 
 
 def _in_one_piece(leaf: Any) -> Any:
@@ -282,11 +367,6 @@ def _in_one_piece(leaf: Any) -> Any:
     spec = getattr(sharding, "spec", ())
     is_cut = any(part is not None for part in spec or ())
     return jax.sharding.reshard(leaf, jax.sharding.PartitionSpec()) if is_cut else leaf
-
-
-def _places(number: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    found = np.random.default_rng(number).choice(number, SAMPLES, replace=False)
-    return np.sort(found)
 
 
 def segments(shapes: Sequence[tuple[int, ...]]) -> list[list[slice]]:

@@ -7,7 +7,7 @@ as `jax.debug.print`, are left out: they happen in the user's own call.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -31,6 +31,19 @@ MOST_TURNS = 64
 """Turns of a `while` loop that are kept."""
 MOST_STEPS = 40
 """Iterations of a scan with an optimizer's step in it that are looked at."""
+REDUCTIONS = frozenset(
+    {
+        "all_gather",
+        "all_reduce",
+        "pmax",
+        "pmin",
+        "psum",
+        "psum2",
+        "psum_invariant",
+        "reduce_scatter",
+    }
+)
+"""Operations by which devices have something in common."""
 CALLBACKS = frozenset({"debug_callback", "debug_print", "io_callback"})
 MARK = "mark"
 SCAN = "scan"
@@ -54,7 +67,7 @@ class Kept:
     Attributes:
         kind: `mark`, `scan` (one more leading axis), `while`, `branches`, `shards`, or `copies`,
             which are shards that have nothing to do with each other.
-        about: an `AboutMark` or an `AboutScan`; None for others.
+        about: an `AboutMark`, an `AboutScan` or an `AboutShards`; None for others.
         data: the summary of a mark, the turns of a loop, the index of a branch.
         parts: what is inside; of `branches` a list for each.
         size: the number of iterations, or of devices.
@@ -98,6 +111,17 @@ class AboutScan:
     reverse: bool
     length: int
     steps: int
+
+
+@dataclass(frozen=True)
+class AboutShards:
+    """What is known of devices without values.
+
+    Attributes:
+        adds_up: whether anything at all is added up over them.
+    """
+
+    adds_up: bool
 
 
 @dataclass
@@ -147,6 +171,13 @@ class Contents:
             )
         return self._effects[id(jaxpr)]
 
+    def adds_up(self, jaxpr: Any) -> bool:
+        """Return whether a program adds anything up over devices, or gathers it."""
+        return any(
+            equation.primitive.name in REDUCTIONS or any(map(self.adds_up, programs_in(equation)))
+            for equation in jaxpr.eqns
+        )
+
     def callbacks_inside(self, equation: Any) -> bool:
         """Return whether a program in an equation calls back into Python."""
         return any(map(self.has_callbacks, programs_in(equation)))
@@ -164,7 +195,8 @@ def kept_mark(mark: Mark, axes: Sequence[MappedAxis], summary: Any) -> Kept:
     node = Kept(MARK, about, summary, [])
     for axis in axes:
         if axis.name is not None:
-            node = Kept(SHARDS, None, None, [node], axis.size)
+            # a `vmap` leaves no collective in the program that would show what is added up
+            node = Kept(SHARDS, AboutShards(adds_up=False), None, [node], axis.size)
     return node
 
 
@@ -274,7 +306,7 @@ class Replay:
             return self.run(jaxpr, constants, [*for_body, *state])[1]
 
         shapes = jax.eval_shape(kept_of, *carry)
-        room = jax.tree.map(lambda one: jnp.zeros((MOST_TURNS, *one.shape), one.dtype), shapes)
+        room = jax.tree.map(lambda one: _room(one, (MOST_TURNS, *one.shape)), shapes)
 
         def body(state: Any) -> Any:
             turn, now, kept = state
@@ -301,7 +333,7 @@ class Replay:
             def run(*some: Any) -> Any:
                 jaxpr, constants = branches[number]
                 results, kept = self.run(jaxpr, constants, some)
-                every = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), shapes)
+                every = jax.tree.map(lambda one: _room(one, one.shape), shapes)
                 every[number] = kept
                 return results, every
 
@@ -335,7 +367,15 @@ class Replay:
         kept = jax.tree.unflatten(made["tree"], leaves)
         size = int(np.prod([mesh.shape[axis] for axis in axes]))
         kind = COPIES if axes == (WITHOUT_NAME,) else SHARDS
-        return list(results), [Kept(kind, None, None, kept, size)]
+        about = AboutShards(adds_up=self.contents.adds_up(params["jaxpr"]))
+        return list(results), [Kept(kind, about, None, kept, size)]
+
+
+def _room(aval: Any, shape: Sequence[int]) -> Any:
+    """Return zeros of some shape that vary over devices as a value does."""
+    axes = tuple(varying(aval))
+    zeros = jnp.zeros(shape, aval.dtype)
+    return jax.lax.pcast(zeros, axes, to="varying") if axes else zeros
 
 
 def _varies(value: Any, axes: Sequence[str]) -> Any:
@@ -356,12 +396,14 @@ class MarkEvent:
         values: its summary, as arrays; with one row for each device where there are several.
         devices: their number; 0 for one that is no shard.
         copies: whether one of several copies under a `vmap` was looked at.
+        adds_up: whether anything at all is added up over the devices.
     """
 
     mark: Mark
     values: Any
     devices: int
     copies: bool
+    adds_up: bool = False
 
 
 @dataclass(frozen=True)
@@ -378,52 +420,82 @@ class Cut:
 Event = MarkEvent | Cut
 
 
-def events_of(
-    kept: Sequence[Kept], at: tuple[int, ...] = (), devices: int = 0, *, copies: bool = False
-) -> Iterator[Event]:
+@dataclass(frozen=True)
+class Around:
+    """What is around a mark.
+
+    Attributes:
+        at: the iterations of the loops around it.
+        devices: the number of devices, whose axis then is the first one; 0 where there are none.
+        adds_up: whether anything at all is added up over them.
+        copies: whether it is one of several copies.
+    """
+
+    at: tuple[int, ...] = ()
+    devices: int = 0
+    adds_up: bool = False
+    copies: bool = False
+
+    def here(self, tree: Any) -> Any:
+        """Return what was kept in these iterations."""
+        index = (slice(None),) * bool(self.devices) + self.at
+        return jax.tree.map(lambda x: x[index], tree)
+
+    def turn(self, t: int) -> Around:
+        """Return what is around a mark in an iteration."""
+        return replace(self, at=(*self.at, t))
+
+    def number(self, data: Any) -> int:
+        """Return a number that is the same on all devices."""
+        return int(np.ravel(self.here(data))[0])
+
+
+def events_of(kept: Sequence[Kept], around: Around = Around()) -> Iterator[Event]:
     """Yield the marks of a program in the order in which they were passed.
 
     Args:
         kept: what was kept, as arrays.
-        at: the iterations of the loops around it.
-        devices: the number of devices, whose axis then is the first one.
-        copies: whether it is one of several copies.
+        around: what is around them.
     """
-    here = (slice(None),) * bool(devices) + at
     for node in kept:
         if node.kind == MARK:
             about = node.about
-            values = jax.tree.map(lambda x: x[here], node.data)
-            yield MarkEvent(about.mark, values, devices, about.copies or copies)
+            copies = about.copies or around.copies
+            values = around.here(node.data)
+            yield MarkEvent(about.mark, values, around.devices, copies, around.adds_up)
         elif node.kind == SCAN:
             order = range(node.size)
             if node.about.reverse:
                 order = order[::-1]
             for t in order:
-                yield from events_of(node.parts, (*at, t), devices, copies=copies)
+                yield from events_of(node.parts, around.turn(t))
             if node.about.length > node.size:
                 yield Cut(node.about.steps * (node.about.length - node.size))
         elif node.kind == WHILE:
-            turns = int(np.ravel(node.data[here])[0])
+            turns = around.number(node.data)
             for t in range(min(turns, MOST_TURNS)):
-                yield from events_of(node.parts, (*at, t), devices, copies=copies)
+                yield from events_of(node.parts, around.turn(t))
             if turns > MOST_TURNS:
                 yield Cut()
         elif node.kind == BRANCHES:
-            which = int(np.ravel(node.data[here])[0])
-            last = len(node.parts) - 1
-            branch = node.parts[min(max(which, 0), last)]
-            yield from events_of(branch, at, devices, copies=copies)
-        elif devices:
-            raise CannotReplayError("devices inside of devices are not told apart")
-        elif node.kind == COPIES:
-            axis = len(at)
-            first = jax.tree.map(lambda x, a=axis: np.take(x, 0, a), node.parts)
-            yield from events_of(first, at, copies=True)
+            which = around.number(node.data)
+            branch = node.parts[min(max(which, 0), len(node.parts) - 1)]
+            yield from events_of(branch, around)
         else:
-            axis = len(at)  # that of the devices stands after those of the loops around it
-            parts = jax.tree.map(lambda x, a=axis: np.moveaxis(x, a, 0), node.parts)
-            yield from events_of(parts, at, node.size, copies=copies)
+            yield from _events_of_devices(node, around)
+
+
+def _events_of_devices(node: Kept, around: Around) -> Iterator[Event]:
+    if around.devices:
+        raise CannotReplayError("devices inside of devices are not told apart")
+    axis = len(around.at)  # that of the devices stands after those of the loops around it
+    if node.kind == COPIES:
+        first = jax.tree.map(lambda x: np.take(x, 0, axis), node.parts)
+        yield from events_of(first, replace(around, copies=True))
+    else:
+        parts = jax.tree.map(lambda x: np.moveaxis(x, axis, 0), node.parts)
+        adds_up = node.about.adds_up
+        yield from events_of(parts, replace(around, devices=node.size, adds_up=adds_up))
 
 
 def replay_program(closed: Any, contents: Contents) -> tuple[Any, Replay]:

@@ -13,6 +13,7 @@ from gradcheck_suite.auditing.jax.windows import (
     Optimizer,
     Window,
     is_uneven,
+    norms_alike,
 )
 from gradcheck_suite.auditing.places import Place
 from gradcheck_suite.auditing.rules import StepFault
@@ -24,6 +25,8 @@ from gradcheck_suite.core.results import Unknown, Violation
 from gradcheck_suite.core.text import counted
 
 BOTH = "sums and weights"
+FEWEST_ALIKE = 2
+"""Gradients that have the norm of another one, in all windows, from which on that is no chance."""
 FEWEST_STEPS = 3
 """Steps after which parameters that are still the same are not updated."""
 
@@ -53,6 +56,7 @@ class Verdicts:
         found: violations, but for those of weights and of passes that are lost.
         shown: the windows whose weights are judged.
         lost: those of them that lack passes.
+        alike: those of them in which gradients were perhaps cut to one norm.
         held: index of an optimizer -> what updates after some that were 0 are sums of; None for
             what is no sum.
     """
@@ -64,12 +68,12 @@ class Verdicts:
     found: list[Violation] = field(default_factory=list)
     shown: list[Shown] = field(default_factory=list)
     lost: list[Shown] = field(default_factory=list)
+    alike: list[Shown] = field(default_factory=list)
     held: defaultdict[int, list[Window | None]] = field(default_factory=lambda: defaultdict(list))
 
     def __post_init__(self) -> None:
         self._weighed: dict[int, Weighed] = {}
         self._weighed_at = (-1, 0)
-        self._clipped: set[int] = set()
 
     def skip(self, place: Place, name: str, reason: str) -> None:
         """Say why a step was not judged."""
@@ -85,17 +89,14 @@ class Verdicts:
 
     def violate(self, fault: StepFault, window: Window, optimizer: Optimizer) -> None:
         """Add the violation that a fault of a window is."""
-        found = self.violation(fault, window, optimizer)
-        self.found.append(found)
-        if found.diagnosis == "clipped":
-            self._clipped.add(optimizer.index)
+        self.found.append(self.violation(fault, window, optimizer))
 
     # What the run shows.
 
     def violations(self) -> list[Violation]:
         """Return the violations so far, one for each diagnosis and place."""
         self._weigh()
-        found = [*self.found, *self._of_lost()]
+        found = [*self.found, *self._of_lost(), *self._of_clipped()]
         for weighed in self._weighed.values():
             found += [_in_jax_words(one) for one in (*weighed.violations, *weighed.provisional)]
         several: defaultdict[tuple[str, str | None], list[Violation]] = defaultdict(list)
@@ -110,7 +111,7 @@ class Verdicts:
     @property
     def violated(self) -> set[int]:
         """The steps that are violated."""
-        found = [*self.found, *self._of_lost()]
+        found = [*self.found, *self._of_lost(), *self._of_clipped()]
         for weighed in self._weighed.values():
             found += [*weighed.violations, *weighed.provisional]
         return {one.step for one in found if one.step is not None}
@@ -153,8 +154,35 @@ class Verdicts:
             found.append(self.violation(fault, window, optimizer))
         return found
 
+    def _clipped(self) -> set[int]:
+        """Return the optimizers for which gradients are clipped one by one.
+
+        That two of them have one norm once may be chance: the counts of their items may do it.
+        """
+        times = Counter[int]()
+        for shown in self.alike:
+            times[shown.optimizer.index] += norms_alike(shown.window)
+        return {index for index, number in times.items() if number >= FEWEST_ALIKE}
+
+    def _of_clipped(self) -> list[Violation]:
+        found = []
+        clipped = self._clipped()
+        for shown in self.alike:
+            if shown.optimizer.index not in clipped:
+                continue
+            sizes = ", ".join(f"{c:.3g}" for c in shown.window.coefficients[:6])
+            fault = StepFault(
+                "clipped",
+                "the gradient of each micro-batch was clipped or normalised before it was added up:"
+                f" they weigh {sizes}",
+                causes=("in-audit",),
+            )
+            found.append(self.violation(fault, shown.window, shown.optimizer))
+        return found
+
     def _weigh(self) -> None:
-        now = len(self.shown), len(self._clipped)
+        clipped = self._clipped()
+        now = len(self.shown), len(clipped)
         if not self.judges_weights or self._weighed_at == now:
             return
         self._weighed_at = now
@@ -162,7 +190,7 @@ class Verdicts:
         lost = {id(shown) for shown in self.lost}
         for shown in self.shown:
             # where one micro-batch alone was clipped, its window does not show it by itself
-            is_clipped = shown.optimizer.index in self._clipped and is_uneven(shown.window)
+            is_clipped = shown.optimizer.index in clipped and is_uneven(shown.window)
             if id(shown) not in lost and not is_clipped:
                 by_optimizer[shown.optimizer.index].append(shown)
         self._weighed.clear()

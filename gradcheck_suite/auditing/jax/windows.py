@@ -356,7 +356,7 @@ class Optimizer:
         generation: of what is known; another one tells that events before it were not seen.
         steps: their number.
         reached: of each leaf, whether some gradient of it was not 0.
-        names: of the leaves of its gradient.
+        is_apart: whether devices that began alike have stepped on gradients of their own.
         held: what it held back.
         turns: whether some update of it was against the gradient it was given, as a step is.
         mark: of its first update.
@@ -373,7 +373,7 @@ class Optimizer:
     generation: int = 0
     steps: int = 0
     reached: Vector | None = None
-    names: Sequence[str] = ()
+    is_apart: bool = False
     held: HeldBack = field(default_factory=HeldBack)
     turns: bool = False
     mark: UpdateMark | None = None
@@ -499,13 +499,16 @@ def is_uneven(window: Window) -> bool:
     return len(sizes) > 1 and not near(sizes, sizes.max(), window.tolerance)
 
 
-def clipped_norm(window: Window) -> bool:
-    """Return whether gradients were cut to one norm before they were added up."""
+def norms_alike(window: Window) -> int:
+    """Return how many gradients were cut to the norm of another one before they were added up."""
     sizes = np.array([c for c in window.coefficients if c])
     norms = np.array([column.norm for column in window.used])
     if len(sizes) < 2 or (sizes <= 0).any() or near(sizes, sizes.max(), window.tolerance):
-        return False
+        return 0
     cut = sizes < sizes.max() * (1 - window.tolerance)
     limits = (sizes * norms)[cut]
     alike = cut.sum() > 1 and near(limits, limits[0], max(1e-3, window.tolerance))
-    return bool(alike and ((sizes * norms)[~cut] <= limits[0] * 1.01).all())
+    if not alike or not ((sizes * norms)[~cut] <= limits[0] * 1.01).all():
+        return 0
+    reached = (sizes * norms)[~cut] >= limits[0] * (1 - max(1e-3, window.tolerance))
+    return int(cut.sum() + reached.sum()) - 1

@@ -242,9 +242,10 @@ def max_unpool(self: Array, indices: Array, output_size: Sequence[int], *_: Any)
     flat = self.reshape(int(np.prod(lead, dtype=int)), -1)
     where = indices.reshape(flat.shape)
     out = jnp.zeros((flat.shape[0], int(np.prod(output_size))), self.dtype)
-    written = out.at[jnp.arange(flat.shape[0])[:, None], where].set(lax.stop_gradient(flat))
+    rows = jnp.arange(flat.shape[0])[:, None]
+    written = out.at[rows, where].set(lax.stop_gradient(flat))
     # torch hands an overwritten entry the gradient of its index, too
-    linear = out.at[jnp.arange(flat.shape[0])[:, None], where].add(flat)
+    linear = out.at[rows, where].add(flat)
     return (written + (linear - lax.stop_gradient(linear))).reshape(*lead, *output_size)
 
 
@@ -296,7 +297,8 @@ def _antialiased(filter_: Callable[[Any], Any], radius: float) -> Callable[..., 
 
 
 def _cubic(x: Any) -> Any:
-    return np.where(x < 1, _cubic_near(x, -0.5), np.where(x < 2, _cubic_far(x, -0.5), 0.0))
+    far = np.where(x < 2, _cubic_far(x, -0.5), 0.0)
+    return np.where(x < 1, _cubic_near(x, -0.5), far)
 
 
 Resized = Callable[[Array, int, int, bool, float | None], Array]
@@ -392,7 +394,8 @@ def _reflect(x: Array, low2: int, high2: int) -> Array:
 
 
 def _clipped(x: Array, size: int) -> Array:
-    return jnp.where(x <= 0, 0, jnp.where(x >= size - 1, size - 1, x)).astype(x.dtype)
+    at_most = jnp.where(x >= size - 1, size - 1, x)
+    return jnp.where(x <= 0, 0, at_most).astype(x.dtype)
 
 
 def _placed(grid: Array, size: int, padding_mode: int, align_corners: bool) -> Array:
@@ -421,6 +424,7 @@ def _looked_up(image: Array, places: Sequence[Array]) -> Array:
     for place, size in zip(places, sizes, strict=True):
         inside = inside & (place >= 0) & (place <= size - 1)
         index.append(jnp.clip(place, 0, size - 1).astype(jnp.int64))
+    # (N, 1, ...): each item is looked up in its own image
     batch = jnp.arange(image.shape[0]).reshape(-1, *[1] * (places[0].ndim - 1))
     taken = jnp.moveaxis(image, 1, -1)[(batch, *index)]
     return jnp.moveaxis(jnp.where(inside[..., None], taken, 0), -1, 1)

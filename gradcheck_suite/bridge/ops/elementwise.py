@@ -30,10 +30,14 @@ from gradcheck_suite.bridge.op_table import (
 from gradcheck_suite.catalogue.definitions import SHARES_TIES
 
 
+def _hardswish(x: Array) -> Array:
+    between = jnp.where(x >= 3, x, x * (x + 3) / 6)
+    return jnp.where(x <= -3, 0, between).astype(x.dtype)
+
+
 def _entr(x: Array) -> Array:
-    value = jnp.where(
-        x > 0, -x * jnp.log(x), jnp.where(x == 0, 0, jnp.where(jnp.isnan(x), x, -jnp.inf))
-    )
+    not_positive = jnp.where(x == 0, 0, jnp.where(jnp.isnan(x), x, -jnp.inf))
+    value = jnp.where(x > 0, -x * jnp.log(x), not_positive)
     return with_derivatives(value, (x, -1 - jnp.log(x)))
 
 
@@ -41,7 +45,12 @@ def _cotangent_derivative(n: int, x: Array) -> Array:
     """Return the nth derivative of pi * cot(pi * x)."""
     if n == 0:
         return jnp.pi / jnp.tan(jnp.pi * x)
-    return jax.jvp(lambda y: _cotangent_derivative(n - 1, y), (x,), (jnp.ones_like(x),))[1]
+    _, derivative = jax.jvp(
+        lambda y: _cotangent_derivative(n - 1, y),
+        (x,),
+        (jnp.ones_like(x),),
+    )
+    return derivative
 
 
 def _reflected_polygamma(n: int, x: Array) -> Array:
@@ -111,9 +120,9 @@ def _times_log(log: Callable[[Array], Array], shift: int) -> Lowering:
     def lowering(x: Array, y: Array) -> Array:
         shifted = y + shift if shift else y
         value = jnp.where((x == 0) & ~jnp.isnan(y), 0, x * log(y))
-        return with_derivatives(
-            value, (x, jnp.where((x == 0) & (shifted <= 0), 0, log(y))), (y, x / shifted)
-        )
+        # where the logarithm is infinite or NaN, a factor of 0 has no gradient in torch
+        of_x = jnp.where((x == 0) & (shifted <= 0), 0, log(y))
+        return with_derivatives(value, (x, of_x), (y, x / shifted))
 
     return lowering
 
@@ -295,7 +304,8 @@ def _clamp_with_shared_ties(x: Array, low: Any, high: Any, *, numbers: bool) -> 
         return with_derivatives(value, (x, (x > low) & (x < high)))
     ordered = ~(low > high)
     at_low, at_high = (ordered & (x == bound) & (low != high) for bound in (low, high))
-    of_x = jnp.where(ordered, ~((x < low) | (x > high)), jnp.isnan(x)) - 0.5 * (at_low | at_high)
+    outside = (x < low) | (x > high)
+    of_x = jnp.where(ordered, ~outside, jnp.isnan(x)) - 0.5 * (at_low | at_high)
     of_low = (ordered & (x < low)) + 0.5 * at_low
     of_high = (~ordered | (x > high)) + 0.5 * at_high
     return with_derivatives(value, (x, of_x), (low, of_low), (high, of_high))
@@ -322,7 +332,12 @@ def clamp(self: Array, low: Any = None, high: Any = None) -> Array:
     x = jnp.asarray(self, dtype)
     low, high = (None if bound is None else jnp.asarray(bound, dtype) for bound in (low, high))
     if SHARES_TIES and is_float(dtype):
-        return _clamp_with_shared_ties(x, low, high, numbers=numbers)
+        return _clamp_with_shared_ties(
+            x,
+            low,
+            high,
+            numbers=numbers,
+        )
     if low is not None and high is not None and is_float(dtype) and (low.ndim or high.ndim):
         return _clamp_between_tensors(x, low, high)
     if numbers and is_float(dtype):
@@ -492,9 +507,7 @@ register_table(
         # clamp(x / 6 + 1/2, 0, 1); the gradient at both kinks is 0
         "aten.hardsigmoid": lambda self: _hardtanh(self, -3, 3) / 6 + 0.5,
         # x * hardsigmoid(x); the gradient is 0 at -3 and 1 at 3
-        "aten.hardswish": (
-            lambda x: jnp.where(x <= -3, 0, jnp.where(x >= 3, x, x * (x + 3) / 6)).astype(x.dtype)
-        ),
+        "aten.hardswish": _hardswish,
         "aten.hardtanh": _hardtanh,
         "aten.leaky_relu": lambda self, negative_slope=0.01: jnp.where(
             self > 0, self, self * negative_slope

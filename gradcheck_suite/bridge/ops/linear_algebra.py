@@ -122,9 +122,10 @@ def solve_ex(
 
 def _det(a: Array) -> tuple[Array, ...]:
     """Return the determinant; the factors that torch's backward reads are empty here."""
-    return (jnp.linalg.det(a) if a.shape[-1] else jnp.ones(a.shape[:-2], a.dtype)), *[
-        jnp.zeros(0, a.dtype)
-    ] * 2
+    # the determinant of no rows is the empty product
+    found = jnp.linalg.det(a) if a.shape[-1] else jnp.ones(a.shape[:-2], a.dtype)
+    empty = jnp.zeros(0, a.dtype)
+    return found, empty, empty
 
 
 @register_op("aten.linalg_solve_triangular")
@@ -135,7 +136,9 @@ def solve_triangular(
     if not left:
         return _t(solve_triangular(_t(a), _t(b), upper=not upper, unitriangular=unitriangular))
     batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    a, b = (jnp.broadcast_to(x, (*batch, *x.shape[-2:])) for x in (a, b))
+    # JAX's solver takes equal leading axes alone
+    a = jnp.broadcast_to(a, (*batch, *a.shape[-2:]))
+    b = jnp.broadcast_to(b, (*batch, *b.shape[-2:]))
     return lax.linalg.triangular_solve(
         a, b, left_side=True, lower=not upper, unit_diagonal=unitriangular
     )
@@ -227,7 +230,12 @@ def grouped_mm(
     if offs is None:
         out = product(self, mat2)
     elif mat2.ndim == 3:
-        out = lax.ragged_dot(self, mat2, _sizes(offs), precision=HIGHEST)
+        out = lax.ragged_dot(
+            self,
+            mat2,
+            _sizes(offs),
+            precision=HIGHEST,
+        )
     elif self.ndim == 3:
         out = lax.ragged_dot(mat2.T, self.swapaxes(1, 2), _sizes(offs), precision=HIGHEST).T
     else:
@@ -265,7 +273,12 @@ def fft_c2r(self: Array, dim: Sequence[int], normalization: int, last_dim_size: 
     axes.
     """
     sizes = [*(self.shape[d] for d in dim[:-1]), last_dim_size]
-    return jnp.fft.irfftn(self, s=sizes, axes=tuple(dim), norm=_NORMALIZATIONS[2 - normalization])
+    return jnp.fft.irfftn(
+        self,
+        s=sizes,
+        axes=tuple(dim),
+        norm=_NORMALIZATIONS[2 - normalization],
+    )
 
 
 State = tuple[Array, ...]
@@ -288,7 +301,8 @@ def _lstm(state: State, x: Array, weights: tuple[Array, ...]) -> State:
     """Return the next (h, c); the gates are input, forget, cell and output."""
     h, c = state
     w_ih, w_hh, b_ih, b_hh, w_hr = _split(weights)
-    i, f, g, o = jnp.split(affine(x, w_ih, b_ih) + affine(h, w_hh, b_hh), 4, axis=-1)
+    gates = affine(x, w_ih, b_ih) + affine(h, w_hh, b_hh)
+    i, f, g, o = jnp.split(gates, 4, axis=-1)
     c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
     h = jax.nn.sigmoid(o) * jnp.tanh(c)
     return (h if w_hr is None else affine(h, w_hr)), c

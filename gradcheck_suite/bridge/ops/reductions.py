@@ -172,9 +172,11 @@ def _running(better: Callable[..., Array]) -> Lowering:
 
     def later(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
         # a NaN wins over every number, and a later NaN over an earlier one, as in torch
-        wins = better(b[0], a[0]) | jnp.isnan(b[0])
-        wins = wins & ~(jnp.isnan(a[0]) & ~jnp.isnan(b[0]))
-        return jnp.where(wins, b[0], a[0]), jnp.where(wins, b[1], a[1])
+        value, index = a
+        other, other_index = b
+        wins = better(other, value) | jnp.isnan(other)
+        wins = wins & ~(jnp.isnan(value) & ~jnp.isnan(other))
+        return jnp.where(wins, other, value), jnp.where(wins, other_index, index)
 
     def lowering(self: Array, dim: int) -> tuple[Array, Array]:
         if self.size == 0:
@@ -356,14 +358,15 @@ def multilabel_margin_loss_forward(
     t = jnp.atleast_2d(target)
     named = jnp.cumprod(t >= 0, axis=1).astype(jnp.bool_)
     index = jnp.where(named, t, 0)
-    is_target = jnp.any((index[..., None] == jnp.arange(x.shape[1])) & named[..., None], axis=1)
+    # (N, targets, classes): of each target, whether it is a class
+    is_class = index[..., None] == jnp.arange(x.shape[1])
+    is_target = jnp.any(is_class & named[..., None], axis=1)
     at_target = jnp.take_along_axis(x, index, axis=1)
     off = 1 - at_target[:, :, None] + x[:, None, :]
     counted = named[:, :, None] & ~is_target[:, None, :] & (off > 0)
     items = jnp.sum(jnp.where(counted, off, 0), axis=(1, 2)) / x.shape[1]
-    return _reduced(items.reshape(self.shape[:-1]), reduction), is_target.astype(
-        self.dtype
-    ).reshape(self.shape)
+    mask = is_target.astype(self.dtype).reshape(self.shape)
+    return _reduced(items.reshape(self.shape[:-1]), reduction), mask
 
 
 @register_op("aten._ctc_loss", "aten._ctc_loss.Tensor")
@@ -387,11 +390,16 @@ def ctc_loss(
     if targets.ndim == 1:
         longest = int(jnp.max(lengths)) if batch else 0
         starts = jnp.concatenate([jnp.zeros(1, lengths.dtype), jnp.cumsum(lengths)[:-1]])
-        place = jnp.clip(starts[:, None] + jnp.arange(longest), 0, max(targets.shape[0] - 1, 0))
-        targets = targets[place]
+        # places beyond an item's own targets are another item's, and are masked below
+        place = starts[:, None] + jnp.arange(longest)
+        targets = targets[jnp.clip(place, 0, max(targets.shape[0] - 1, 0))]
     longest = targets.shape[1]
-    labels = jnp.full((batch, 2 * longest + 1), blank, targets.dtype).at[:, 1::2].set(targets)
-    labels = jnp.where(jnp.arange(labels.shape[1]) < 2 * lengths[:, None] + 1, labels, blank)
+    # a blank before each target, and one at the end: an alignment may stay in any of them
+    blanks = jnp.full((batch, 2 * longest + 1), blank, targets.dtype)
+    labels = blanks.at[:, 1::2].set(targets)
+    positions = jnp.arange(labels.shape[1])
+    labels = jnp.where(positions < 2 * lengths[:, None] + 1, labels, blank)
+    # a blank may be left out between two different targets
     may_skip = jnp.concatenate(
         [
             jnp.zeros((batch, 2), jnp.bool_),
@@ -402,23 +410,34 @@ def ctc_loss(
     low = -jnp.inf
 
     def add(*terms: Array) -> Array:
-        top = lax.stop_gradient(jnp.max(jnp.stack(terms), axis=0))
-        none = top == low
-        total = sum(jnp.exp(jnp.where(t == low, low, t - jnp.where(none, 0, top))) for t in terms)
-        return jnp.where(none, low, jnp.log(jnp.where(none, 1, total)) + jnp.where(none, 0, top))
+        """Return the logarithm of the sum of probabilities, given by their logarithms."""
+        largest = lax.stop_gradient(jnp.max(jnp.stack(terms), axis=0))
+        none = largest == low
+        # infinity less infinity is NaN, and so is the gradient of a branch that is not taken
+        top = jnp.where(none, 0, largest)
+        parts = [jnp.exp(jnp.where(term == low, low, term - top)) for term in terms]
+        total = jnp.where(none, 1, sum(parts))
+        return jnp.where(none, low, jnp.log(total) + top)
 
     emit = jnp.take_along_axis(log_probs, jnp.broadcast_to(labels, (times, *labels.shape)), axis=2)
-    alpha = jnp.full(labels.shape, low, log_probs.dtype).at[:, :2].set(emit[0, :, :2])
-    alpha = jnp.where((jnp.arange(labels.shape[1]) == 1) & (lengths[:, None] == 0), low, alpha)
+    # an alignment begins with the first blank or the first target, where there is one
+    alpha = jnp.full(labels.shape, low, log_probs.dtype)
+    alpha = alpha.at[:, :2].set(emit[0, :, :2])
+    is_no_target = (positions == 1) & (lengths[:, None] == 0)
+    alpha = jnp.where(is_no_target, low, alpha)
 
     def later(alpha: Array, at: tuple[Array, Array]) -> tuple[Array, None]:
         time, emitted = at
         one = jnp.pad(alpha, ((0, 0), (1, 0)), constant_values=low)[:, :-1]
-        two = jnp.pad(alpha, ((0, 0), (2, 0)), constant_values=low)[:, : alpha.shape[1]]
+        # of one blank alone, two to the left are more than there are
+        padded = jnp.pad(alpha, ((0, 0), (2, 0)), constant_values=low)
+        two = padded[:, : alpha.shape[1]]
         step = add(alpha, one, jnp.where(may_skip, two, low)) + emitted
         return jnp.where((time < inputs)[:, None], step, alpha), None
 
     alpha, _ = lax.scan(later, alpha, (jnp.arange(1, times), emit[1:]))
     last = jnp.take_along_axis(alpha, 2 * lengths[:, None], axis=1)[:, 0]
-    before = jnp.take_along_axis(alpha, jnp.maximum(2 * lengths[:, None] - 1, 0), axis=1)[:, 0]
-    return -add(last, jnp.where(lengths > 0, before, low)), jnp.zeros(0, log_probs.dtype)
+    last_target = jnp.maximum(2 * lengths[:, None] - 1, 0)
+    before = jnp.take_along_axis(alpha, last_target, axis=1)[:, 0]
+    before = jnp.where(lengths > 0, before, low)
+    return -add(last, before), jnp.zeros(0, log_probs.dtype)

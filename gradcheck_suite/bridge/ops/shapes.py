@@ -195,7 +195,9 @@ def histc(self: Array, bins: int = 100, min: Any = 0, max: Any = 0) -> Array:
         widening = jnp.where(low == high, 1, 0)
         low = low - widening
         high = high + widening
-    place = jnp.clip(((x - low) / (high - low) * bins).astype(jnp.int64), 0, bins - 1)
+    share = (x - low) / (high - low)
+    # the largest value is in the last part, not in one of its own
+    place = jnp.clip((share * bins).astype(jnp.int64), 0, bins - 1)
     inside = (x >= low) & (x <= high)
     return jnp.zeros(bins, self.dtype).at[place].add(inside.astype(self.dtype))
 
@@ -242,13 +244,17 @@ def _multiplied(self: Array, dim: int, index: Array, src: Array) -> Array:
     The gradient is right where factors are 0.
     """
     dim = dim % self.ndim
-    cut = tuple(slice(None) if a == dim else slice(n) for a, n in enumerate(index.shape))
-    sources = jnp.moveaxis(src[tuple(slice(n) for n in index.shape)].astype(self.dtype), dim, -1)[
-        ..., None, :
-    ]
-    sent = jnp.moveaxis(index, dim, -1)[..., None, :] == jnp.arange(self.shape[dim])[:, None]
-    factors = jnp.prod(jnp.where(sent, sources, 1), axis=-1)
-    return self.at[cut].multiply(jnp.moveaxis(factors, -1, dim), unique_indices=True)
+    read = [slice(size) for size in index.shape]
+    cut = list(read)
+    cut[dim] = slice(None)
+    sources = jnp.moveaxis(src[tuple(read)].astype(self.dtype), dim, -1)
+    places = jnp.moveaxis(index, dim, -1)
+    # (..., entries of self, entries of src): JAX has no gradient of a product where indices repeat
+    # ("scatter_mul gradients are only implemented if `unique_indices=True`"), so the factors of each
+    # entry are multiplied first
+    sent = places[..., None, :] == jnp.arange(self.shape[dim])[:, None]
+    factors = jnp.prod(jnp.where(sent, sources[..., None, :], 1), axis=-1)
+    return self.at[tuple(cut)].multiply(jnp.moveaxis(factors, -1, dim), unique_indices=True)
 
 
 @register_op("aten.scatter_reduce.two")
@@ -265,7 +271,14 @@ def scatter_reduce(
         return self
     index = jnp.atleast_1d(index)
     if reduce in ("amax", "amin"):
-        return _extremum(self, dim, index, src, reduce == "amax", include_self)
+        return _extremum(
+            self,
+            dim,
+            index,
+            src,
+            reduce == "amax",
+            include_self,
+        )
     start = self if include_self else _scattered(self, dim, index, reduce == "prod", "set")
     if reduce == "prod":
         return _multiplied(start, dim, index, src)
@@ -303,7 +316,13 @@ def _extremum(
         )
     ties = jnp.maximum(_scattered(from_self, dim, index, from_src, "add"), 1)
     linear = from_self * jnp.where(jnp.isfinite(start), start, 0) / ties
-    linear = _scattered(linear, dim, index, from_src * src / ties[places], "add")
+    linear = _scattered(
+        linear,
+        dim,
+        index,
+        from_src * src / ties[places],
+        "add",
+    )
     return value + (linear - lax.stop_gradient(linear))
 
 
@@ -373,7 +392,8 @@ def embedding_bag(
     """
     starts = offsets[:-1] if include_last_offset else offsets
     bags = starts.shape[0]
-    bag = jnp.sum(jnp.arange(indices.shape[0])[:, None] >= starts[None, :], axis=1) - 1
+    has_begun = jnp.arange(indices.shape[0])[:, None] >= starts[None, :]
+    bag = jnp.sum(has_begun, axis=1) - 1
     rows = _without_padding_gradient(weight, padding_idx)[indices]
     if scale_grad_by_freq:
         rows = _by_frequency(rows, indices, weight.shape[0])
@@ -405,11 +425,12 @@ def arange(
     """Return start, start + step, ... below end."""
     whole = all(isinstance(n, int) for n in (start, end, step))
     kind = _or(dtype, jnp.dtype(jnp.int64) if whole else default_float())
+    # -(-a // b) is a / b rounded up, without a float's own rounding
     count = len(range(start, end, step)) if whole else max(0, int(-(-(end - start) // step)))
     wide = jnp.float64 if jnp.issubdtype(kind, jnp.floating) else kind
-    return (
-        jnp.asarray(start, wide) + jnp.arange(count).astype(wide) * jnp.asarray(step, wide)
-    ).astype(kind)
+    first = jnp.asarray(start, wide)
+    numbers = first + jnp.arange(count).astype(wide) * jnp.asarray(step, wide)
+    return numbers.astype(kind)
 
 
 def _or(dtype: torch.dtype | None, default: Any) -> Any:
@@ -434,9 +455,8 @@ def _through(view: Lowering) -> Lowering:
 
     def lowering(self: Array, src: Array, *arguments: Any) -> Array:
         places = view(jnp.arange(self.size).reshape(self.shape), *arguments).reshape(-1)
-        return (
-            self.reshape(-1).at[places].set(src.astype(self.dtype).reshape(-1)).reshape(self.shape)
-        )
+        written = self.reshape(-1).at[places].set(src.astype(self.dtype).reshape(-1))
+        return written.reshape(self.shape)
 
     return lowering
 

@@ -9,6 +9,7 @@ To add a trainer, write its file in `adapters/`, its extra in `pyproject.toml` a
 from __future__ import annotations
 
 from importlib import import_module
+from itertools import chain
 from pkgutil import iter_modules
 
 from gradcheck_suite.loops.trainers import adapters
@@ -17,13 +18,15 @@ from gradcheck_suite.loops.trainers.trainer import Trainer
 __all__ = ["PACKAGES", "TRAINERS", "Trainer"]
 
 
-TRAINERS: dict[str, Trainer] = {
-    trainer.name: trainer
+_MODULES = [
+    import_module(f"{adapters.__name__}.{module.name}")
     for module in iter_modules(adapters.__path__)
-    for trainer in import_module(f"{adapters.__name__}.{module.name}").TRAINERS
+]
+TRAINERS: dict[str, Trainer] = {
+    trainer.name: trainer for trainer in chain.from_iterable(module.TRAINERS for module in _MODULES)
 }
 """Every trainer by name."""
 PACKAGES = tuple(
-    dict.fromkeys(package for trainer in TRAINERS.values() for package in trainer.packages)
+    dict.fromkeys(chain.from_iterable(trainer.packages for trainer in TRAINERS.values()))
 )
 """The distributions that trainers need."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -42,7 +43,12 @@ def padded_ids(
     """Return (items, `LONGEST`) token ids, padded on the right with 0, and which of them are no
     padding.
     """
-    ids = torch.randint(3, VOCABULARY, (items, LONGEST), generator=generator)
+    ids = torch.randint(
+        3,
+        VOCABULARY,
+        (items, LONGEST),
+        generator=generator,
+    )
     is_token = torch.arange(LONGEST) < torch.randint(
         shortest, LONGEST + 1, (items, 1), generator=generator
     )
@@ -135,7 +141,14 @@ def _class_of_row(items: int, seed: int) -> Batch:
 
 def _class_of_image(items: int, seed: int) -> Batch:
     generator = torch.Generator().manual_seed(seed)
-    pixels = torch.randn(items, 3, PIXELS, PIXELS, generator=generator, dtype=torch.float64)
+    pixels = torch.randn(
+        items,
+        3,
+        PIXELS,
+        PIXELS,
+        generator=generator,
+        dtype=torch.float64,
+    )
     return {
         "pixel_values": pixels,
         "labels": torch.randint(0, CLASSES, (items,), generator=generator),
@@ -250,7 +263,9 @@ TASKS: dict[str, _Task] = {
     ),
 }
 """Last part of a model's class name -> its task."""
-NAMES = tuple(model + name for name, task in TASKS.items() for model in task.models)
+NAMES = tuple(
+    chain.from_iterable([model + name for model in task.models] for name, task in TASKS.items())
+)
 """The class names of the models; each is an attribute of this module, a function that returns the problem."""
 
 
@@ -264,8 +279,14 @@ def _problem(name: str) -> Problem:
         **task.models[model],
         **task.settings,
     }
-    make, config = getattr(transformers, name), getattr(transformers, f"{model}Config")
-    return Problem(seeded(lambda: make(config(**settings))), task.batch, own_loss, count=task.count)
+    make = getattr(transformers, name)
+    config = getattr(transformers, f"{model}Config")
+    return Problem(
+        seeded(lambda: make(config(**settings))),
+        task.batch,
+        own_loss,
+        count=task.count,
+    )
 
 
 def gpt2() -> Problem:

@@ -8,7 +8,7 @@ import inspect
 
 import pytest
 
-from gradcheck_suite.port.causes import CAUSES
+from gradcheck_suite.core.causes import CAUSES
 from gradcheck_suite.port.result import PortFinding, PortResult
 from studies.ports.planted import TABLE, Truth
 from studies.ports.scoreboard import (
@@ -45,8 +45,10 @@ EPSILON = Truth(("norm",), ("eps",))
 
 
 def row(*findings: tuple[str, str], truth: Truth | None = EPSILON, **changes: object) -> Row:
-    found = tuple(PortFinding("forward", place, cause, "") for place, cause in findings)
-    return Row("one/fault", truth, PortResult("one/fault", found, **changes), 1.0, usual=True)
+    found = tuple(PortFinding.of("forward", place, cause, "") for place, cause in findings)
+    return Row(
+        "one/fault", truth, PortResult("one/fault", violations=found, **changes), 1.0, usual=True
+    )
 
 
 def test_a_right_name_counts_at_the_right_place_only():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradcheck_suite.port.causes import CAUSES
+from gradcheck_suite.core.causes import CAUSES
 from gradcheck_suite.port.result import PortFinding, PortResult
 from studies.ports.public import RELEASES, architectures, lacking, write_row
 from studies.ports.scoreboard import Row, label, run
@@ -55,8 +55,11 @@ def test_a_release_of_another_version_is_left_out_by_name(monkeypatch):
 def test_a_row_of_the_page_is_written_over_the_old_one(tmp_path: Path):
     page = tmp_path / "page.md"
     page.write_text("| pair |\n| --- |\n| flax-0.12.8/gru-cell | old |\n\nend\n")
-    found = PortFinding("load", "model", "missing-bias", "")
-    write_row(page, Row("flax-0.12.8/gru-cell", None, PortResult("x", (found,)), 2.0, usual=False))
+    found = PortFinding.of("load", "model", "missing-bias", "")
+    write_row(
+        page,
+        Row("flax-0.12.8/gru-cell", None, PortResult("x", violations=(found,)), 2.0, usual=False),
+    )
     write_row(page, Row("transformers-4.49.0/bert", None, "refused: why", 1.0, usual=True))
     first = (
         "| flax-0.12.8/gru-cell | differs | `missing-bias` at `model`"

@@ -347,5 +347,15 @@ MENDS: dict[str, Mend] = {
     "jax-times-zero-for-ever": _mend("never by multiplying", "a * 0", "jnp.zeros_like(a)"),
     "jax-scan-whole-windows": _mend(ADVANCE, ", whole=True", ""),
     "jax-bfloat16-sum": _mend("in the parameter's dtype", "jnp.bfloat16", "a.dtype"),
+    "jax-carry-replaced": _mend(
+        "reset once per window", "sums(params, [batch])", "sums(params, [batch], carried)"
+    ),
+    "jax-last-not-added": _mend("look for a `continue`", "max(1, len(window) - 1)", "len(window)"),
+    "jax-first-added-twice": _mend("differentiate each loss once", "window, start)", "window)"),
+    "jax-clipped-in-the-scan": _mend(
+        "switch it off",
+        "[clip.update(part, clip.init(params))[0] for part in parts]",
+        "parts",
+    ),
 }
 """Bug -> its mended form."""

@@ -46,9 +46,11 @@ UNEDITED = {
             "jax-donated-again",
             "jax-closed-over-params",
             "jax-state-forgotten",
+            "jax-updates-added-up",
         ),
         "the wrapper or the trace is what is wrong: another one is the remedy",
     ),
+    "jax-updates-thrown-away": "the optimizer of the small cases moves no parameter of JAX enough",
 }
 """Bug -> why no edit of its loop is its remedy."""
 

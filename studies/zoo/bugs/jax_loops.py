@@ -230,3 +230,104 @@ def jax_bfloat16_sum(run: JaxTrainingRun) -> None:
         return _over(run, wide, sum(run.count(batch) for batch in window))
 
     train_with(run, gradient)
+
+
+@bug(
+    "gradient/reset-inside-window, gradient/dropped-micro-batch",
+    needs="2 micro-batches in a window",
+)
+@jax_training_loop
+def jax_carry_replaced(run: JaxTrainingRun) -> None:
+    """What is carried from a micro-batch to the next one is its own gradient, and not the sum."""
+    sums = sums_of(run)
+
+    def gradient(params: Any, window: list[Any]) -> Any:
+        carried: Any = None
+        for batch in window:
+            carried = sums(params, [batch])
+        return _over(run, carried[0], sum(run.count(batch) for batch in window))
+
+    train_with(run, gradient)
+
+
+@bug("gradient/dropped-micro-batch", needs="2 micro-batches in a window")
+@jax_training_loop
+def jax_last_not_added(run: JaxTrainingRun) -> None:
+    """A loop to K - 1 adds up all micro-batches but the last one, and the count is that of all."""
+    sums = sums_of(run)
+
+    def gradient(params: Any, window: list[Any]) -> Any:
+        added = max(1, len(window) - 1)
+        total, _ = sums(params, window[:added])
+        return _over(run, total, sum(run.count(batch) for batch in window))
+
+    train_with(run, gradient)
+
+
+@bug(
+    "gradient/repeated-micro-batch, gradient/weighted-by-place",
+    needs="2 micro-batches in a window",
+)
+@jax_training_loop
+def jax_first_added_twice(run: JaxTrainingRun) -> None:
+    """The sum starts at the first micro-batch's gradient, and goes over all micro-batches."""
+    sums = sums_of(run)
+
+    def gradient(params: Any, window: list[Any]) -> Any:
+        start = sums(params, window[:1])
+        total, _ = sums(params, window, start)
+        return _over(run, total, sum(run.count(batch) for batch in window))
+
+    train_with(run, gradient)
+
+
+@bug("gradient/clipped, gradient/normalised", needs="2 micro-batches in a window")
+@jax_training_loop
+def jax_clipped_in_the_scan(run: JaxTrainingRun) -> None:
+    """Each micro-batch's gradient is clipped before it is added up, and not their sum."""
+    import optax
+
+    sums = sums_of(run)
+    clip = optax.clip_by_global_norm(1e-2)
+
+    def gradient(params: Any, window: list[Any]) -> Any:
+        whole = sum(run.count(batch) for batch in window)
+        parts = [_over(run, sums(params, [batch])[0], whole) for batch in window]
+        clipped = [clip.update(part, clip.init(params))[0] for part in parts]
+        return jax.tree.map(lambda *each: sum(each), *clipped)
+
+    train_with(run, gradient)
+
+
+@bug("step-count/step-per-micro-batch", needs="2 micro-batches in a window")
+@jax_training_loop
+def jax_updates_added_up(run: JaxTrainingRun) -> None:
+    """`optax.apply_every` adds updates up, and not gradients: the optimizer's state moves at each
+    micro-batch.
+    """
+    import optax
+
+    sums = sums_of(run)
+    optimizer = optax.chain(run.optimizer, optax.apply_every(run.accumulation_steps))
+    params = run.params
+    state = optimizer.init(params)
+    for window in (window for _ in range(run.epochs) for window in windows_of(run)):
+        whole = sum(run.count(batch) for batch in window)
+        for batch in window:
+            part = _over(run, sums(params, [batch])[0], whole)
+            updates, state = optimizer.update(part, state, params)
+            params = optax.apply_updates(params, updates)
+
+
+@bug(
+    "parameters/parameter-drift, gradient/stale-parameters",
+    needs="2 steps of an optimizer that moves parameters",
+)
+@jax_training_loop
+def jax_updates_thrown_away(run: JaxTrainingRun) -> None:
+    """The compiled step returns the optimizer's state alone: its updates are thrown away."""
+    sums = sums_of(run)
+    params = run.params
+    state = run.optimizer.init(params)
+    for window in (window for _ in range(run.epochs) for window in windows_of(run)):
+        _, state = run.optimizer.update(_over(run, *sums(params, window)), state, params)

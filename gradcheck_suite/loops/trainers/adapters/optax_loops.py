@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from gradcheck_suite.core.contract import JaxTrainingRun, jax_training_loop
@@ -36,7 +37,8 @@ def train_with_multi_steps(run: JaxTrainingRun, k: Any = None, **options: Any) -
         updates, state = optimizer.update(jax.grad(run.loss)(params, batch), state, params)
         return optax.apply_updates(params, updates), state
 
-    params, state = run.params, optimizer.init(run.params)
+    params = run.params
+    state = optimizer.init(run.params)
     for _ in range(run.epochs):
         for batch in run.batches:
             params, state = step(params, state, batch)
@@ -86,7 +88,8 @@ def _windows_at_once(run: JaxTrainingRun, gradient: Callable[[Any, Any, int], An
 
     params = run.params
     state = run.optimizer.init(run.params)
-    for window in (window for _ in range(run.epochs) for window in windows_of(run)):
+    windows = chain.from_iterable(windows_of(run) for _ in range(run.epochs))
+    for window in windows:
         items = len(jax.tree.leaves(window[0])[0])
         whole = jax.tree.map(lambda *parts: jnp.concatenate(parts), *window)
         updates, state = run.optimizer.update(gradient(params, whole, items), state, params)

@@ -76,7 +76,14 @@ def transformers_loop(
 
     def loop(run: TrainingRun) -> None:
         loader = run.loader if inputs is None else mapped(run, inputs)
-        train(run, trainer, run.model, loader, arguments=arguments, **settings)
+        train(
+            run,
+            trainer,
+            run.model,
+            loader,
+            arguments=arguments,
+            **settings,
+        )
 
     loop.__name__ = loop.__qualname__ = trainer.__name__
     # as namedtuple does: the caller's file names the libraries that a verdict is about
@@ -246,7 +253,13 @@ def hf_trainer_loss_func(run: TrainingRun) -> None:
             return outputs["mean"]
         return outputs["mean"] * (outputs["count"] / num_items_in_batch)
 
-    train(run, transformers.Trainer, Outputs(run), labelled(run), compute_loss_func=part_of_window)
+    train(
+        run,
+        transformers.Trainer,
+        Outputs(run),
+        labelled(run),
+        compute_loss_func=part_of_window,
+    )
 
 
 def hf_trainer_smoothing(run: TrainingRun) -> None:
@@ -343,22 +356,23 @@ def _computes_the_loss(run: TrainingRun) -> bool:
         wanted = float(run.loss(run.model, batch))
         own = _own_loss(run.model, batch)
     # the suite scales a loss down to see whether the gradient's size matters: that is the same loss
-    if own is not None and any(
+    if isinstance(own, float) and any(
         abs(wanted - scale * own) <= SAME_LOSS * scale * abs(own) for scale in (1, SMALL_SCALE)
     ):
         return True
     if of_transformers:
+        shown = f"{own:.9g}" if isinstance(own, float) else own
         raise CannotRunHere(
             f"the problem's loss is {wanted:.9g} where its model's own, which transformers' Trainer"
-            f" takes, is {'not computed' if own is None else f'{own:.9g}'}: let Problem.loss return"
-            " model(**batch).loss"
+            f" takes, is {shown}: let Problem.loss return model(**batch).loss"
         )
     return False
 
 
-def _own_loss(model: torch.nn.Module, batch: Any) -> float | None:
-    """Return the loss that a model computes from a batch, or None where it computes none."""
+def _own_loss(model: torch.nn.Module, batch: Any) -> float | str:
+    """Return the loss that a model computes from a batch, or why it computes none."""
+    # a model of another kind takes other arguments and returns other things
     try:
         return float(model(**batch)["loss"])
-    except Exception:  # a model of another kind takes other arguments and returns other things
-        return None
+    except Exception as error:
+        return " ".join(f"not computed ({type(error).__name__}: {error})".split())
