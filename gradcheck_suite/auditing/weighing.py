@@ -684,9 +684,9 @@ def _named(objectives: Sequence[Objective]) -> Diagnosis:
         for one in objectives
         for p in one.parts
     )
-    for pattern in PATTERNS if summed else ():
-        if pattern.holds(found):
-            return Diagnosis(pattern.name, f"{pattern.says}: {said}")
+    pattern = next((one for one in PATTERNS if summed and one.holds(found)), None)
+    if pattern is not None:
+        return Diagnosis(pattern.name, f"{pattern.says}: {said}")
     named = diagnose(
         found[0], found[1:], only=FAULTS.keys() - OF_ACCUMULATION if summed else FAULTS.keys()
     )

@@ -141,6 +141,9 @@ def run(arguments: argparse.Namespace) -> int:
     wanted = parsers.parsed(arguments, OutputOptions)
     wanted.expect_writable()
     options = parsers.parsed(arguments, AuditOptions)
+    # a project's own list is for all of its scripts
+    listed = parsers.configured(AuditOptions).get("accept", ())
+    declared = [one for one in options.accept if one not in listed]
     live = tuple(str(one) for one in wanted.baseline if one.fault in LIVE_NAMES)
     options = options.replace(
         accept=(*options.accept, *live), fail_on=(*options.fail_on, *wanted.always_fail_on)
@@ -169,7 +172,11 @@ def run(arguments: argparse.Namespace) -> int:
                 sys.stdout.flush()
         with contextlib.redirect_stderr(audited.standard_error), output:
             hint = import_hint(error, None if arguments.module else Path(arguments.script))
-            return _finish(arguments.arguments, output, result, status, hint)
+            own = _finish(arguments.arguments, output, result, status, hint)
+            if not result.is_another_ranks:
+                with contextlib.suppress(OSError, ValueError):
+                    say(result.matching_nothing(declared), sys.stderr)
+            return own
 
     ends: list[Callable[[], None]] = []
 

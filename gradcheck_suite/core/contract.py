@@ -250,7 +250,8 @@ def expect_plain_function(found: Any, called: str, expected: str, *arguments: ob
     refusing = _signature_that_refuses(found, arguments)
     if refusing is not None:
         name = called.rpartition(":")[2]
-        raise UsageError(f"{called} is {name}{refusing}: expected {expected}")
+        shown = "a class" if isinstance(found, type) else f"{name}{refusing}"
+        raise UsageError(f"{called} is {shown}: expected {expected}")
 
 
 def _signature_that_refuses(found: Any, arguments: Iterable[Any]) -> inspect.Signature | None:

@@ -719,6 +719,23 @@ class Result:
         """The findings and reasons that the user wants to fail."""
         return [one for one in self.named_findings if one.fails]
 
+    def matching_nothing(self, declared: Iterable[str]) -> list[str]:
+        """Return a line for each `NAME`, `NAME@FILE` or `NAME@FILE:LINE` that accepts nothing here.
+
+        It says where a fault of that name is, if there is one elsewhere.
+        """
+        lines = []
+        for one in declared:
+            if any(fault.is_accepted_by(one) for fault in self.accepted) or any(
+                is_accepted(one, found.name, found.where) for found in self.named_findings
+            ):
+                continue
+            name = one.partition("@")[0]
+            others = [fault.line for fault in self.violations if fault.diagnosis == name]
+            elsewhere = f"; {name} is at {others[0]}" if others and others[0] else ""
+            lines.append(f"--accept {one} matches nothing{elsewhere}")
+        return lines
+
     @property
     def is_unjudged_accepted(self) -> bool:
         """Whether the user accepts why nothing could be judged."""

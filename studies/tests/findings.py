@@ -41,8 +41,10 @@ PACKAGES = (
     "ablang_jax",
     "equimo",
     "mamba2_jax",
+    "mace",
+    "trainer",
 )
-DISTRIBUTIONS = {"ablang_jax": "ablanx"}
+DISTRIBUTIONS = {"ablang_jax": "ablanx", "mace": "mace-torch", "trainer": "coqui-tts-trainer"}
 """What is installed for a module of another name."""
 LIMIT_S = 300
 

@@ -222,7 +222,7 @@ class Trainer:
     ("loop", "case", "said"),
     [
         (two, "case", "two is two(run, more): expected a function of one argument"),
-        (Trainer, "case", "Trainer is Trainer(): expected a function of one argument"),
+        (Trainer, "case", "Trainer is a class: expected a function of one argument"),
         (None, "case", "the loop None is of type NoneType: expected a function of one argument"),
         (lambda run: None, None, "case is of type NoneType: expected a gradcheck_suite.Case"),
     ],

@@ -54,6 +54,8 @@ class Marking:
         is_on: whether a gradient that is asked for now is to be marked, or an update.
         failed: takes an error of the audit's own.
         traced: the marks that were put into a traced program.
+        stepwise: the places of those that stand in a `shard_map` outside of compiled functions,
+            which evaluates one operation after the other.
         unseen: the place of a gradient whose loss could not be traced -> how often.
         plain: losses that could not be traced, which are not tried again.
         owners: the number of optimizers so far.
@@ -63,10 +65,19 @@ class Marking:
     is_on: Callable[[type[Mark]], bool]
     failed: Callable[[Exception], None]
     traced: list[Mark] = field(default_factory=list)
+    stepwise: set[Place] = field(default_factory=set)
     unseen: Counter[Place] = field(default_factory=Counter)
     plain: set[CodeType] = field(default_factory=set)
     owners: int = 0
     has_updates: bool = False
+
+    def note(self, mark: Mark, result: Any) -> None:
+        """Note a mark, one of whose results is given."""
+        if not isinstance(result, jax.core.Tracer):
+            return
+        self.traced.append(mark)
+        if type(getattr(result, "_trace", None)).__name__ == "ShardMapTrace":
+            self.stepwise.add(mark.place)
 
     def new_owner(self) -> int:
         """Return the index of an optimizer that is made now."""
@@ -247,8 +258,7 @@ def _mark_pass(now: Marking, loss: Any, gradient: Any, traced: TracedLoss, cotan
         scaled=cotangent is not None,
     )
     through = put_mark(mark, given, [loss, *inputs])
-    if isinstance(through[0], jax.core.Tracer):
-        now.traced.append(mark)
+    now.note(mark, through[0])
     for i, value in zip(floats, through, strict=True):
         results[i] = value
     return jax.tree.unflatten(tree, results)
@@ -411,8 +421,7 @@ def _mark_update(now: Marking, mark: UpdateMark, given: Any, result: Any, params
         mark.parameters = len(known)
         values = [*(one for _, one in gradient), *known]
         marked = put_mark(mark, [leaves[i] for i in through], values)
-        if isinstance(marked[0], jax.core.Tracer):
-            now.traced.append(mark)
+        now.note(mark, marked[0])
         for i, value in zip(through, marked, strict=True):
             leaves[i] = value
         return jax.tree.unflatten(tree, leaves)

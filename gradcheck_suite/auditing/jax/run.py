@@ -166,6 +166,11 @@ class JaxAudit:
                 "it was traced into a program whose calls were not looked at, as of a function that"
                 " was compiled before the audit began"
             )
+            if mark.place in self._recorder.marking.stepwise:
+                said = (
+                    "it stands in a `shard_map` outside of compiled functions, which is not looked"
+                    " into: compile it with `jax.jit`"
+                )
             found[finding("unobserved-program", said, mark.place)] += 1
         return found
 

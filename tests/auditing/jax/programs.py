@@ -901,6 +901,20 @@ for xs, ys in rows(6, 8):
     p, s = step(p, s, xs, ys)
 """,
     ),
+    "shard_map_outside_of_compiled_functions": (
+        "unobserved-program",
+        """
+from jax.sharding import PartitionSpec as P
+mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+tx = optax.sgd(1e-2); p = linear; s = tx.init(p)
+@functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("d"), P("d")), out_specs=P())
+def gradient(p, x, y):
+    return jax.grad(mse)(p, x, y)
+for xs, ys in rows(2, 1):
+    g = gradient(p, jnp.array(xs[0]), jnp.array(ys[0]))
+    u, s = tx.update(g, s, p); p = optax.apply_updates(p, u)
+""",
+    ),
     "callback_for_a_result": (
         "unobserved-program",
         """
