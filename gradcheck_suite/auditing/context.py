@@ -262,7 +262,9 @@ class RankReader:
         """Return what the rank has written so far."""
         path = self._ranks.path(self._found.rank)
         if path != self._path:  # that of an earlier run, until this run's was begun
-            self._path, self._at, self._found = path, 0, RankFile(self._found.rank)
+            self._path = path
+            self._at = 0
+            self._found = RankFile(self._found.rank)
         # an entry that is being written ends too early, and is read the next time
         with contextlib.suppress(EOFError, FileNotFoundError, pickle.UnpicklingError):
             if path is not None and path.stat().st_size > self._at:
@@ -814,7 +816,11 @@ class TorchAudit:
         its key.
         """
         known = self._recorder.parameters
-        live = {k: p for k in window.keys if k in known and (p := known[k].reference()) is not None}
+        live: dict[int, torch.Tensor] = {}
+        for key in filter(known.__contains__, window.keys):
+            p = known[key].reference()
+            if p is not None:
+                live[key] = p
         hooked = set[int]()
         if violation is None:
             # a hook of the program's own changes what arrives, which matters where the sums are not
@@ -1066,7 +1072,8 @@ def _is_rescaled_each_time(window: StepWindow) -> bool:
     """Return whether `.grad` was multiplied by one factor after each pass: whether the last one is
     right is unknown.
     """
-    found = [c for index in window.passes if (c := window.of_pass((0, index))) is not None]
+    every = [window.of_pass((0, index)) for index in window.passes]
+    found = [coefficient for coefficient in every if coefficient is not None]
     factor = window.factor or 1.0
     return (
         len(found) > 1

@@ -587,7 +587,8 @@ class Judge:
         """
         window = evidence.window
         clocks = [evidence.record(column).clocks for column in evidence.required]
-        for what in set.intersection(*map(set, clocks)) if len(clocks) > 1 else ():
+        seen_by_all = set.intersection(*map(set, clocks)) if len(clocks) > 1 else set()
+        for what in seen_by_all:
             if all(one[what] != other[what] for one, other in pairwise(clocks)):
                 self._moving[what].append(window.number)
         line, unscaled = (

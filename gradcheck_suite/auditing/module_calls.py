@@ -579,7 +579,8 @@ def leaves_of(output: Any) -> list[Any]:
     Those of an object, such as a distribution, are its attributes'.
     """
     found: list[Any] = []
-    for leaf in output if isinstance(output, list) else pytree.tree_leaves(output):
+    leaves = output if isinstance(output, list) else pytree.tree_leaves(output)
+    for leaf in leaves:
         has_attributes = hasattr(leaf, "__dict__") and not isinstance(
             leaf, torch.Tensor | torch.nn.Module | type
         )
@@ -719,8 +720,9 @@ class Injected:
 
 def _injected(outputs: Sequence[torch.Tensor]) -> Iterator[Injected]:
     """Yield the losses that custom functions take, with a hook that sees what they receive."""
-    for node in ancestors(outputs):
-        for below, index in live(node) if hasattr(node, "_forward_cls") else ():
+    of_functions = (node for node in ancestors(outputs) if hasattr(node, "_forward_cls"))
+    for node in of_functions:
+        for below, index in live(node):
             if elements(below, index) == 1 and not is_leaf(below):
                 one = Injected(*factors_below(below))
                 below.register_prehook(functools.partial(_receive, one, index))

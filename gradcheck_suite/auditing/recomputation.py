@@ -1414,11 +1414,11 @@ def _judge_functions(
     asked: Asked, parts: Sequence[Part], kinds: Set[type], result: Recomputed
 ) -> None:
     """Judge those custom functions on the way that no earlier window has shown."""
-    new = {
-        kind: made
-        for kind in kinds - asked.known
-        if (made := statement_of(kind)) not in asked.known
-    }
+    new: dict[type, Any] = {}
+    for kind in kinds - asked.known:
+        made = statement_of(kind)
+        if made not in asked.known:
+            new[kind] = made
     if not new or asked.is_faulty:
         return
     # a number that a forward computes is another one then; some functions expect their gradient

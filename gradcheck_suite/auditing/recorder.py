@@ -281,6 +281,11 @@ def _task() -> int:
     return torch._C._current_graph_task_id()
 
 
+def _alive(references: Iterable[Callable[[], Any]]) -> list[Any]:
+    """Return what weak references refer to still."""
+    return [one for one in (reference() for reference in references) if one is not None]
+
+
 def _guarded(
     instrument: str, *, computes: bool = True
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -925,11 +930,11 @@ class Recorder:
             if optimizer is not None
             for group in optimizer.param_groups
         ]
-        epochs = [one.last_epoch for of in self._schedules or () if (one := of()) is not None]
+        epochs = [one.last_epoch for one in _alive(self._schedules or ())]
         # to read a rate that is a tensor could wait for a device
         rates = [rate._version if isinstance(rate, torch.Tensor) else rate for rate in rates]
         clocks = {SCHEDULE: zlib.crc32(repr((rates, epochs)).encode())}
-        averages = [average for of in self._averages if (average := of()) is not None]
+        averages = _alive(self._averages)
         for average, mark in zip(averages, samples.Together().marks(averages), strict=True):
             clocks[AVERAGE] = zlib.crc32(
                 repr((mark, average._version, clocks.get(AVERAGE))).encode()
@@ -952,11 +957,8 @@ class Recorder:
             for one in found
             if isinstance(one, torch.optim.lr_scheduler.LRScheduler)
         ]
-        own = [
-            p
-            for known in self.parameters.values()
-            if (p := known.reference()) is not None and p.is_floating_point()
-        ]
+        parameters = _alive(known.reference for known in self.parameters.values())
+        own = [p for p in parameters if p.is_floating_point()]
         like = {(p.shape, p.dtype, p.device): p for p in own if p.numel() >= FEWEST}
         memory = {tensor.data_ptr() for p in own for tensor in (p, p.grad) if tensor is not None}
         pairs = [
@@ -1092,11 +1094,8 @@ class Recorder:
     def _arrived(self, record: PassRecord, parameters: Mapping[int, torch.Tensor]) -> None:
         """Note what has arrived at some parameters."""
         # in the order in which all other looks at them are, so that their places are found once
-        given = {
-            key: gradient
-            for key, p in sorted(parameters.items())
-            if (gradient := p.grad) is not None
-        }
+        gradients = {key: p.grad for key, p in sorted(parameters.items())}
+        given = {key: gradient for key, gradient in gradients.items() if gradient is not None}
         record.now |= self._taken(given) if self._sums else dict.fromkeys(given, samples.NOTHING)
         # passes inside of this one: one arrival, from the first state to the last
         record.arrivals = {key: self._before.get(key, NONE) for key in given} | record.arrivals
@@ -1366,7 +1365,7 @@ class Recorder:
         """Find which GradScaler has divided by its scale, by `unscale_`, and which ones may have
         and have not.
         """
-        for scaler in (one for of in self._scalers if (one := of()) is not None):
+        for scaler in _alive(self._scalers):
             if scaler._scale is None:
                 continue
             state = scaler._per_optimizer_states.get(id(optimizer), {}).get("stage")
@@ -1630,11 +1629,13 @@ def _groups_of_shards() -> dict[int, weakref.ref[Any]]:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     found = dict[int, weakref.ref[Any]]()
     with contextlib.suppress(AttributeError):
-        for module in living(fsdp.FSDPModule) if fsdp else ():
+        modules = living(fsdp.FSDPModule) if fsdp else ()
+        for module in modules:
             for group in module._get_fsdp_state()._fsdp_param_groups:
                 found |= {id(p.sharded_param): weakref.ref(group) for p in group.fsdp_params}
     with contextlib.suppress(AttributeError):
-        for module in living(fsdp.FullyShardedDataParallel) if fsdp else ():
+        wrapped = living(fsdp.FullyShardedDataParallel) if fsdp else ()
+        for module in wrapped:
             found[id(module._flat_param)] = weakref.ref(module)
     return found
 

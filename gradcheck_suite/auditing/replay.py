@@ -297,7 +297,8 @@ class StepWindow:
 
         None where it has none.
         """
-        found = [c for cs in self.coefficients.values() if abs(c := cs.get(source, 0.0)) > 1e-9]
+        every = (of_key.get(source, 0.0) for of_key in self.coefficients.values())
+        found = [coefficient for coefficient in every if abs(coefficient) > 1e-9]
         return median(found) if found else None
 
 
@@ -376,7 +377,8 @@ class Replay:
             for key, now in measured.items()
         }
         reduced = [one.factor for one in found.values() if one.event == REDUCED]
-        for key, one in found.items() if reduced else ():
+        unsure = found if reduced else {}
+        for key, one in unsure.items():
             # two numbers are parallel: whether one of a single element was reduced or multiplied,
             # the others tell
             if one.event == FACTOR and (

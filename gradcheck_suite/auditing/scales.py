@@ -176,7 +176,8 @@ def _count_together(windows: Sequence[Sequence[Use]]) -> None:
             )
 
         chosen = max(islice(product(*map(sorted, names)), MOST_CHOICES), key=fits)
-        for several in windows if any(fits(chosen)[:2]) else ():
+        fitting = windows if any(fits(chosen)[:2]) else ()
+        for several in fitting:
             for use, name in zip(several, chosen, strict=True):
                 use.count = name
                 use.own = use.objective.coefficients[name]
@@ -650,7 +651,8 @@ def _is_longer_than_its_divisor(e: E) -> Seen:
     seen = _is_divided_by_other_length(e)
     if not isinstance(seen, ScaleSighting):
         return None
-    passes, whole = e.use.length, seen.numbers["q"]
+    passes = e.use.length
+    whole = seen.numbers["q"]
     is_several = isinstance(whole, int) and passes > whole and passes % whole == 0
     return seen if is_several and whole in e.run.by_length else None
 

@@ -860,7 +860,8 @@ def is_leaf(node: Any) -> bool:
 
 with torch.inference_mode(False), torch.enable_grad():
     _joined: Any = torch.cat([torch.zeros(1, requires_grad=True)]).grad_fn
-_LEAF, _CAT = type(_joined.next_functions[0][0]), type(_joined)
+_LEAF = type(_joined.next_functions[0][0])
+_CAT = type(_joined)
 """The classes of the nodes of a leaf and of `cat`: to ask a node for its name is a call into autograd."""
 
 

@@ -92,7 +92,8 @@ class Pending:
         a weight; else 1.
         """
         part = found[0].parts[0]
-        factor = part.coefficient * (self.window.step.scale or 1.0) / self.coefficients[part.source]
+        scale = self.window.step.scale or 1.0
+        factor = part.coefficient * scale / self.coefficients[part.source]
         return float(f"{factor:.6g}")
 
 

@@ -508,14 +508,11 @@ def best_modes(readings: Sequence[Sequence[Reading]]) -> dict[Key, list[str]]:
     for alternatives in readings:
         for top in {top for reading in alternatives for top in reading}:
             for mode in MODES:
+                found = [reading[top].get(mode, ()) for reading in alternatives if top in reading]
                 costs = [
-                    (
-                        sum(one.cost for one in found) / len(found)
-                        if (found := reading[top].get(mode))
-                        else 5.0
-                    )
-                    for reading in alternatives
-                    if top in reading
+                    sum(one.cost for one in several) / len(several) if several else 5.0
+                    for several in found
                 ]
-                fits[top][mode] += min(costs) + 0.5 * (mode == BATCH)  # type: ignore[assignment]
+                further = 0.5 if mode == BATCH else 0.0
+                fits[top][mode] += min(costs) + further  # type: ignore[assignment]
     return {key: sorted(MODES, key=costs.__getitem__) for key, costs in fits.items()}

@@ -438,7 +438,8 @@ class Around:
 
     def here(self, tree: Any) -> Any:
         """Return what was kept in these iterations."""
-        index = (slice(None),) * bool(self.devices) + self.at
+        # kept values of several devices have these on the first axis
+        index = (slice(None), *self.at) if self.devices else self.at
         return jax.tree.map(lambda x: x[index], tree)
 
     def turn(self, t: int) -> Around:
