@@ -210,11 +210,7 @@ LIMITS: dict[str, float] = {
     OVER_25: 0,
     OVER_15: 12.5,
     LARGE_CLASSES: 8,
-    NESTED: 78,
-    WALRUS: 10,
-    UNRELATED: 7,
-    FOR_CONDITIONAL: 8,
-    TIMES_CONDITION: 5,
+    NESTED: 23,
 }
 """What has been reached: lower one with each room that is unfolded, and never raise one."""
 

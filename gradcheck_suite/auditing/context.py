@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress, pairwise
+from itertools import chain, compress, pairwise
 from operator import not_
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -629,7 +629,7 @@ class TorchAudit:
         known = ((key, of.reference()) for key, of in self._recorder.parameters.items())
         keys = {id(parameter): key for key, parameter in known if parameter is not None}
         modules = [one for one in living(torch.nn.Module) if "_parameters" in one.__dict__]
-        inner = {id(part) for one in modules for part in one._modules.values()}
+        inner = {id(part) for part in chain.from_iterable(one._modules.values() for one in modules)}
         # a module's parts name no parameter with more words than it does
         for module in (one for one in modules if id(one) not in inner):
             for found, parameter in module.named_parameters(remove_duplicate=False):
@@ -1015,7 +1015,7 @@ class TorchAudit:
 
     def _files(self) -> set[str]:
         """Return the files that lines of the result may be in."""
-        lines = {line for place in self._places for line in (place.line, *place.path)}
+        lines = set(chain.from_iterable((place.line, *place.path) for place in self._places))
         return {line.rpartition(":")[0] for line in lines | self._lines}
 
     def _as_wanted(self, named: Sequence[Found], unjudged: Found | None) -> tuple[Found, ...]:

@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -390,7 +390,12 @@ class Judge:
             )
             self._united[key] = (
                 violation,
-                set().union(*(steps for rank in ranks for _, steps in repeated[rank][key])),
+                set().union(
+                    *(
+                        steps
+                        for _, steps in chain.from_iterable(repeated[rank][key] for rank in ranks)
+                    )
+                ),
             )
         notes = [judge.notes() for judge in of_ranks]
         unknown = [judge.unknown() for judge in of_ranks]
@@ -400,7 +405,7 @@ class Judge:
         for part, ranks in _ranks_of(unknown).items():
             limited = replace(part, reason=_on(ranks, of_ranks, part.reason))
             self._unknown[limited] = max(unknown[rank][part] for rank in ranks)
-        self.counted = [each for judge in of_ranks[:1] for each in judge.counted]
+        self.counted = list(chain.from_iterable(judge.counted for judge in of_ranks[:1]))
         self._mark_read(set.intersection(*(judge.weighed | judge.violated for judge in of_ranks)))
 
     def of_last_step(self) -> Violation | None:
@@ -408,7 +413,7 @@ class Judge:
         assert self.window is not None
         found = [
             *self._of_step,
-            *(v for w in self._weighed.values() for v in (*w.violations, *w.provisional)),
+            *chain.from_iterable((*w.violations, *w.provisional) for w in self._weighed.values()),
         ]
         return next((v for v in found if v.step == self.window.number), None)
 
@@ -421,8 +426,7 @@ class Judge:
         """The steps that are violated."""
         found = {
             v.step
-            for weighed in self._weighed.values()
-            for v in weighed.violations
+            for v in chain.from_iterable(weighed.violations for weighed in self._weighed.values())
             if v.step is not None
         }
         return self._violated | found
@@ -609,7 +613,7 @@ class Judge:
             keys = own.intersection(set().union(*(record.arrivals for record in seen.records)))
             by_site[str(seen.site)].append(keys)
         for site, reached in by_site.items():
-            times = Counter(key for keys in reached for key in keys)
+            times = Counter(chain.from_iterable(reached))
             if some := [key for key, number in times.items() if number < len(reached)]:
                 said = (
                     f"{counted(len(some), 'parameter')} of the optimizer got a gradient in"
@@ -695,7 +699,7 @@ class Judge:
                 self._pending[window.optimizer].append(first)
 
     def _violate_sum(self, window: StepWindow, held: Held[WindowEvidence]) -> None:
-        records = [record for seen in window.passes.values() for record in seen.records]
+        records = list(chain.from_iterable(seen.records for seen in window.passes.values()))
         reached = set[int]().union(*(record.arrivals for record in records))
         if held.rule.name == ALL_RESET.name and reached - {*window.keys}:
             # an optimizer of the other parameters may step on them yet
@@ -952,7 +956,7 @@ class Judge:
         """Note gradients that were taken away before the step, as those of a layer that is frozen
         for a while.
         """
-        steps = Counter(key for keys in self._removed[optimizer] for key in keys)
+        steps = Counter(chain.from_iterable(self._removed[optimizer]))
         for number in sorted({*steps.values()}):
             names = self._names([key for key, times in steps.items() if times == number])
             said = (

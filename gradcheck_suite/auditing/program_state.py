@@ -18,6 +18,7 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -153,10 +154,13 @@ class ProgramState:
         self.undo = Undo()
         self._parts = {id(part) for part in parts}
         self._own = {
-            id(t) for part in parts for t in (*part._parameters.values(), *part._buffers.values())
+            id(t)
+            for t in chain.from_iterable(
+                (*part._parameters.values(), *part._buffers.values()) for part in parts
+            )
         }
         self._seen: set[tuple[int, bool]] = set()
-        parameters = [p for part in parts for p in part._parameters.values()]
+        parameters = list(chain.from_iterable(part._parameters.values() for part in parts))
         for kind in {*kinds, *map(type, parameters)}:
             self._walk_class(kind)
         for part in parts:

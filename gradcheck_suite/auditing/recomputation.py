@@ -24,7 +24,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import chain, groupby
 from operator import attrgetter
 from typing import Any, NoReturn
 
@@ -344,7 +344,8 @@ def _fits(column: Sequence[torch.Tensor], rows: Sequence[int]) -> bool:
 def _low_precision(parts: Sequence[Part]) -> bool:
     low = any(p.forward.autocast[2] for p in parts)
     return low or any(
-        dtype_of(g) not in ("float32", "float64") for p in parts for g in p.cotangents.values()
+        dtype_of(g) not in ("float32", "float64")
+        for g in chain.from_iterable(p.cotangents.values() for p in parts)
     )
 
 
@@ -702,7 +703,7 @@ class Asked:
     @property
     def outside(self) -> set[int]:
         """The ids of the parameters that get a gradient from outside of the recorded calls, too."""
-        return {id(leaf) for one in self.passes for leaf in one.outside.leaves}
+        return {id(leaf) for leaf in chain.from_iterable(one.outside.leaves for one in self.passes)}
 
     @property
     def compared(self) -> Gradients:
@@ -1050,7 +1051,9 @@ def _explain_lost(parts: Sequence[Part], replayed: Sequence[Replayed], lost: flo
         NotRecomputed: it is none that makes the gradient wrong, or none was found.
     """
     forwards = list(dict.fromkeys(part.forward for part in parts))
-    if watching := sorted({type(mode).__name__ for one in forwards for mode in one.watching}):
+    if watching := sorted(
+        {type(mode).__name__ for mode in chain.from_iterable(one.watching for one in forwards)}
+    ):
         raise NotRecomputed(
             f"the model gives other outputs when it is called without {', '.join(watching)}, which"
             " may not see a second call"
@@ -1209,7 +1212,9 @@ def _judge_backward(
     Raises:
         NotRecomputed: the gradient is not that of the recorded calls.
     """
-    hooked = sorted({name for part in received for name in backward_hooks(part.forward.module)})
+    hooked = sorted(
+        set(chain.from_iterable(backward_hooks(part.forward.module) for part in received))
+    )
     parts = [from_outside(part, hooks=True) for part in received]
     difference, _, _ = _computed(asked, parts, How())
     exact, _, replayed = _computed(asked, parts, How(hooks=True, scale=1.0))
@@ -1228,7 +1233,9 @@ def _judge_backward(
         )
         result.notes.append(finding("module-hook", said))
         return
-    functions = sorted({kind.__name__ for found in replayed for kind in found.functions})
+    functions = sorted(
+        {kind.__name__ for kind in chain.from_iterable(found.functions for found in replayed)}
+    )
     if not hooked and _judge_own_terms(asked, parts, eightfold, ", ".join(functions), result):
         return
     what = (
@@ -1430,7 +1437,7 @@ def _judge_functions(
     # a class that is made anew each time may hold tensors: its statement is known in its place
     asked.known.update(found, missed)
     asked.known.update((key, one) for key, each in found.items() for one in each)
-    calls = [call for each in found.values() for call in each.values()]
+    calls = list(chain.from_iterable(each.values() for each in found.values()))
     with quiet(), AsBefore(parts[0].forward.on):
         accumulates = len(asked.passes) > 1
         verdicts = [judge_function(call, accumulates=accumulates) for call in calls]
@@ -1518,7 +1525,7 @@ def judge_calls_of_program(
             accumulates = len(passes) > 1
             verdicts = [judge_function(call, accumulates=accumulates) for call in calls.taken()]
         blame_functions(verdicts, result, known)
-    shown = {kind for one in passes for kind in one.outside.functions} | of_calls
+    shown = set(chain.from_iterable(one.outside.functions for one in passes)) | of_calls
     new = {kind for kind in shown if not {kind, statement_of(kind)} & known}
     # a later call may take another branch
     inside = {kind for kind in known if isinstance(kind, type)}

@@ -24,6 +24,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
@@ -903,14 +904,14 @@ class Recorder:
 
     @_guarded(WEIGHTS)
     def _read_numbers(self, passes: Sequence[PassRecord]) -> None:
-        read_numbers([found for record in passes for found in record.unread])
+        read_numbers(list(chain.from_iterable(record.unread for record in passes)))
 
     @_guarded(SUMS)
     def _read_hooks(self, passes: Sequence[PassRecord]) -> None:
-        changes = [one for record in passes for one in record.unread_hooks]
+        changes = list(chain.from_iterable(record.unread_hooks for record in passes))
         if not changes:
             return
-        values = samples.read([raw for one in changes for raw in one.raw])
+        values = samples.read(list(chain.from_iterable(one.raw for one in changes)))
         for i, one in enumerate(changes):
             self._judge_hook(one, *values[3 * i : 3 * i + 3])
 
@@ -926,9 +927,9 @@ class Recorder:
         found = (one() for one, _ in list(self._optimizers.values()))
         rates = [
             group.get("lr")
-            for optimizer in found
-            if optimizer is not None
-            for group in optimizer.param_groups
+            for group in chain.from_iterable(
+                optimizer.param_groups for optimizer in found if optimizer is not None
+            )
         ]
         epochs = [one.last_epoch for one in _alive(self._schedules or ())]
         # to read a rate that is a tensor could wait for a device
@@ -960,7 +961,11 @@ class Recorder:
         parameters = _alive(known.reference for known in self.parameters.values())
         own = [p for p in parameters if p.is_floating_point()]
         like = {(p.shape, p.dtype, p.device): p for p in own if p.numel() >= FEWEST}
-        memory = {tensor.data_ptr() for p in own for tensor in (p, p.grad) if tensor is not None}
+        memory = {
+            tensor.data_ptr()
+            for tensor in chain.from_iterable((p, p.grad) for p in own)
+            if tensor is not None
+        }
         pairs = [
             (one, like[one.shape, one.dtype, one.device])
             for one in found
@@ -1406,7 +1411,7 @@ class Recorder:
         if not self.records:  # a closure that is called once more
             return
         self._let_stacks_end()
-        own = [p for group in optimizer.param_groups for p in group["params"]]
+        own = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
         if self._is_unlike_others(own):
             return
         self._note_unseen()
@@ -1565,7 +1570,7 @@ def _near(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tens
 
     Waits once where they lie on a device.
     """
-    found, _ = samples.Together().taken([tensor for pair in pairs for tensor in pair], whole=False)
+    found, _ = samples.Together().taken(list(chain.from_iterable(pairs)), whole=False)
     values = samples.read(found)
     return [
         one
@@ -1663,8 +1668,10 @@ def _hide_from_dynamo() -> None:
         for name, module in list(sys.modules.items())
         if name.startswith("gradcheck_suite.")
     ]
-    named = [value for namespace in modules for value in list(namespace.values())]
-    named += [value for one in named if isinstance(one, type) for value in list(vars(one).values())]
+    named = list(chain.from_iterable(list(namespace.values()) for namespace in modules))
+    named += list(
+        chain.from_iterable(list(vars(one).values()) for one in named if isinstance(one, type))
+    )
     functions = [
         getattr(value, "fget", None) or getattr(value, "__wrapped__", value) for value in named
     ]

@@ -13,7 +13,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import chain, product
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -761,7 +761,8 @@ class Replay:
                 continue
             given = True
             if any(
-                key in record.arrivals for seen in self.passes.values() for record in seen.records
+                key in record.arrivals
+                for record in chain.from_iterable(seen.records for seen in self.passes.values())
             ):
                 return False
             if key not in self._copies:
@@ -804,7 +805,9 @@ class Replay:
         keys = [key for key, passes in lost.items() if passes]
         if self._may_be_put_together(window, found, factors, off=off, lost=keys):
             fitted_keys = {key: found[key] for key in keys or found}
-            window.fit = self._fit(window, fitted_keys, {i for key in keys for i in lost[key]})
+            window.fit = self._fit(
+                window, fitted_keys, set(chain.from_iterable(lost[key] for key in keys))
+            )
             if not off and window.fit and (not window.fit.tells or window.fit.is_of_copies):
                 off = list(factors)
         self._set_groups(window, kept)
@@ -1000,7 +1003,11 @@ class Replay:
             return None
         # rounding is relative to each parameter, and to its elements and its projections apart
         of_keys = np.split(arrivals, len(found))
-        parts = [part for one in of_keys for part in np.split(one, [ELEMENTS]) if len(part)]
+        parts = [
+            part
+            for part in chain.from_iterable(np.split(one, [ELEMENTS]) for one in of_keys)
+            if len(part)
+        ]
         scale = np.repeat(
             [float(np.hypot.reduce(np.abs(part).max(0))) for part in parts], list(map(len, parts))
         )
@@ -1060,7 +1067,11 @@ class Replay:
         standing = list(distinct(window.coefficients.values()))
         for index in window.passes:
             sources = {(rank, index) for rank in range(self.ranks)}
-            if any(abs(c) > 1e-9 for cs in standing for s, c in cs.items() if s in sources):
+            if any(
+                abs(c) > 1e-9
+                for s, c in chain.from_iterable(cs.items() for cs in standing)
+                if s in sources
+            ):
                 self.passes[index].consumers.setdefault(window.optimizer, self.number_of_passes)
         self.last[window.optimizer] = self.number_of_passes
         if window.number != self._call:
@@ -1080,8 +1091,7 @@ class Replay:
         found = distinct([ranked[key].coefficients for ranked in self._states for key in keys])
         return {
             index
-            for coefficients in found
-            for (_, index), c in coefficients.items()
+            for (_, index), c in chain.from_iterable(coefficients.items() for coefficients in found)
             if abs(c) > NEGLIGIBLE
         }
 
@@ -1094,7 +1104,7 @@ class Replay:
         """
 
         def is_done(index: int, seen: Seen) -> bool:
-            keys = {key for record in seen.records for key in record.arrivals}
+            keys = set(chain.from_iterable(record.arrivals for record in seen.records))
             return index < self._before_call and all(
                 index < stepped.get(key, 0) - 1 for key in keys
             )

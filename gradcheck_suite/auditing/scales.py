@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice, product
+from itertools import chain, islice, product
 
 import numpy as np
 
@@ -155,7 +155,7 @@ def _count_together(windows: Sequence[Sequence[Use]]) -> None:
     Where none is right alone, as the terms of label smoothing, each is counted such that they are
     right together in the most windows, else the sum of a window's means.
     """
-    if not any(use.right for several in windows for use in several):
+    if not any(use.right for use in chain.from_iterable(windows)):
         names = [
             set.intersection(*({*use.objective.coefficients} for use in uses))
             for uses in zip(*windows, strict=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 
@@ -61,7 +62,7 @@ class StepEvidence:
     @cached_property
     def reached(self) -> Collection[int]:
         """The parameters that passes have reached since the step before."""
-        return {key for seen in self.since for key in seen.records[0].arrivals}
+        return set(chain.from_iterable(seen.records[0].arrivals for seen in self.since))
 
     @cached_property
     def is_replaced(self) -> bool:

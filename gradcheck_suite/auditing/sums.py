@@ -8,7 +8,7 @@ import ast
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from typing import Literal
 
 import numpy as np
@@ -122,7 +122,7 @@ def _is_moved_by_another(e: E) -> bool:
         return False
     *before, last = e.required
     window = e.window
-    steps = [at for j in before for at in _other_steps(window, e.indices[j])]
+    steps = list(chain.from_iterable(_other_steps(window, e.indices[j]) for j in before))
     between = any(at <= e.indices[last] for at in steps)
     return between and bool(e.in_sum[before].any())
 
@@ -218,7 +218,7 @@ def _is_rescaled_by_program(e: E) -> Found:
 
 def _are_micro_batches(e: E) -> bool:
     """Return whether the passes come from one line, have one loss, and reach the same parameters."""
-    records = [record for j in e.required for record in e.pass_of(j).records]
+    records = list(chain.from_iterable(e.pass_of(j).records for j in e.required))
     losses = {tuple(term.expression for term in record.terms) for record in records}
     reached = {frozenset(record.arrivals) for record in records}
     return len(e.places(e.required)) == 1 and len(losses) == 1 and len(reached) == 1
@@ -293,7 +293,7 @@ TOLD_APART = (LIKENESS, UNCOVERED, ENOUGH_ELEMENTS)
 
 def _is_unknown(e: E) -> bool:
     """Return whether something that no event explains stands in `.grad`."""
-    return any(index == UNKNOWN for one in e.sums for _, index in one)
+    return any(index == UNKNOWN for _, index in chain.from_iterable(e.sums))
 
 
 def _is_clipped_between(e: E) -> Found:
@@ -392,7 +392,7 @@ Items = Sequence[tuple[float, float]]
 
 
 def _mass(passes: Sequence[Items]) -> float:
-    return sum(weight * count for items in passes for weight, count in items)
+    return sum(weight * count for weight, count in chain.from_iterable(passes))
 
 
 def _of_first_point(
@@ -768,7 +768,7 @@ def weigh_one(window: StepWindow, coefficients: Mapping[Source, float]) -> bool:
 
 def items_of(seen: Seen) -> list[tuple[float, float]]:
     """Return the weight of an item and the number of items of each term of a pass."""
-    terms = [term for record in seen.records for term in record.terms]
+    terms = list(chain.from_iterable(record.terms for record in seen.records))
     return [(abs(term.weight or 0.0), term.counts.get(term.own, 0.0)) for term in terms]
 
 

@@ -8,6 +8,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import numpy as np
 
@@ -152,7 +153,7 @@ def judge_weights(
             result.steps.add(one.window.number)
         for use in _uses(one, found):
             uses.take(use, result.notes, is_scaled=one.scaled)
-    shown = {objective.key for found in found_in for objective in found if objective.right()}
+    shown = {objective.key for objective in chain.from_iterable(found_in) if objective.right()}
     for key, several in uses.unequal.items():
         unnamed = [use.objective for use in several if use.objective.named is None]
         general = _named(unnamed) if unnamed else None
@@ -193,7 +194,7 @@ def _objectives(
     """Return the objectives of each window, as the windows together show them."""
     modes = reading_weights.best_modes([one.readings for one in pending])
     found_in = [_objectives_of(one, modes, divisors) for one in pending]
-    across_sites = {o.key for found in found_in for o in found if o.key[2] == ACROSS_SITES}
+    across_sites = {o.key for o in chain.from_iterable(found_in) if o.key[2] == ACROSS_SITES}
     # clipping makes no two windows right
     right = Counter(
         one.taken_out(found)
@@ -243,7 +244,7 @@ def _objectives_of(
     # together, or one over the number of ranks, they were divided twice; any other factor may be
     # clipping, which is no weight
     shares = {1 / (divisor or one.length) for divisor in (one.length, *divisors)} - {1.0}
-    totals = {total for objective in found[0] for total in objective.coefficients.values()}
+    totals = set(chain.from_iterable(objective.coefficients.values() for objective in found[0]))
     is_part = any(near(one.factor, share, 1e-5) for share in shares.union(taken_out))
     is_divided_again = any(near(total, share, 1e-5) for total in totals for share in shares)
     takes_out = len(found) > 1 and any(map(_weighs_one, found[0]))
@@ -443,7 +444,9 @@ def _is_coefficient(use: Use) -> bool:
     passes are right.
     """
     sources = {part.source for part in use.objective.parts}
-    covered = {part.source for o in use.others if len(o.parts) > 1 for part in o.parts}
+    covered = {
+        part.source for part in chain.from_iterable(o.parts for o in use.others if len(o.parts) > 1)
+    }
     return not use.objective.named and (
         covered >= sources or use.objective.parts[0].term.of_parameters
     )
@@ -482,11 +485,17 @@ def place_of_loss(window: StepWindow, where: Place) -> str:
     """
     records = [
         record
-        for seen in window.passes.values()
-        for record in seen.records
+        for record in chain.from_iterable(seen.records for seen in window.passes.values())
         if record.place == where
     ]
-    return next((term.line for record in records for term in record.terms if term.line), str(where))
+    return next(
+        (
+            term.line
+            for term in chain.from_iterable(record.terms for record in records)
+            if term.line
+        ),
+        str(where),
+    )
 
 
 def _rows(objective: Objective, count: str, expected: float) -> tuple[Weight, ...]:
@@ -535,7 +544,7 @@ def _division(fault: StepFault, use: Use, loss: str) -> Change | None:
     """Return the line that multiplies or divides the loss, where there is one beside the loss's own."""
     if use.alone:
         return None  # others, which are right, may share it
-    lines = {line for part in use.objective.parts for line in part.term.divisions}
+    lines = set(chain.from_iterable(part.term.divisions for part in use.objective.parts))
     if len(lines) != 1 or lines == {loss} or OF_OTHER_LINES & {fault.name, *fault.causes}:
         return None
     return None if fault.name == "tail-leak" else Change("division", [*lines])

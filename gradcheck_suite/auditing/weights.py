@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -506,7 +507,7 @@ def best_modes(readings: Sequence[Sequence[Reading]]) -> dict[Key, list[str]]:
     """
     fits: defaultdict[Key, Counter[str]] = defaultdict(Counter)
     for alternatives in readings:
-        for top in {top for reading in alternatives for top in reading}:
+        for top in set(chain.from_iterable(alternatives)):
             for mode in MODES:
                 found = [reading[top].get(mode, ()) for reading in alternatives if top in reading]
                 costs = [

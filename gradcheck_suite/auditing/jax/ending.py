@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 
@@ -123,9 +124,11 @@ def _judge_points(judge: JaxJudge) -> None:
         mark = points.first.mark
         steps = [
             after
-            for optimizer in judge.optimizers.values()
-            if mark.place in optimizer.sites
-            for after in optimizer.moved_after
+            for after in chain.from_iterable(
+                optimizer.moved_after
+                for optimizer in judge.optimizers.values()
+                if mark.place in optimizer.sites
+            )
             if first.number <= after < points.last.number
         ]
         if len(steps) < FEWEST_STEPS or points.is_moving or str(mark.place) in stale:
