@@ -901,7 +901,8 @@ class TorchAudit:
             self._judge.note(note)
         if found.name is not None and self._judge.of_last_step() is None:
             last = window.passes[max(window.passes)].site
-            fault = violation_of(StepFault(found.name, found.sentence), window, last)
+            step_fault = StepFault(found.name, found.sentence, causes=found.causes)
+            fault = violation_of(step_fault, window, last)
             self._judge.add(replace(fault, error=found.error, allowed=found.allowed))
 
     def _note_recomputed(self, found: Recomputed, optimizer: int) -> None:
@@ -1042,9 +1043,7 @@ class TorchAudit:
         if self._is_off:
             return finding("switched-off", "every instrument was switched off")
         if not recorder.steps_seen and recorder.passes_seen:
-            why = "the script trains without a torch.optim optimizer"
-            if living(torch.optim.Optimizer):
-                why = "the step of a torch.optim optimizer that was made is never called"
+            why = recorder.unstepped or "the script trains without a torch.optim optimizer"
             passes = counted(recorder.passes_seen, "backward pass")
             return finding("no-step", f"no optimizer.step() was seen in {passes}: {why}")
         if not recorder.steps_seen:

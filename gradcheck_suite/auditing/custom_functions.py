@@ -94,12 +94,14 @@ class FunctionReport:
         note: why the function was not judged, or that its gradient is another one on purpose; empty
             otherwise.
         error: relative difference of the derivative, where there is a fault.
+        called: the name of the fault.
     """
 
     name: str
     fault: str = ""
     note: str = ""
     error: float = 0.0
+    called: str = "wrong-backward"
 
 
 NOT_SEEN = "its backward was not checked, since no further call of it was seen"
@@ -125,7 +127,9 @@ def judge_function(call: Call, *, accumulates: bool = True) -> FunctionReport:
     for further in checks:
         with contextlib.suppress(Exception):  # it cannot be called in this way
             if fault := further(call):
-                return FunctionReport(call.name, fault.words, error=fault.error)
+                return FunctionReport(
+                    call.name, fault.words, error=fault.error, called=fault.called
+                )
     with contextlib.suppress(Exception):  # it takes contiguous gradients alone, and says so
         if _needs_contiguous(call):
             return FunctionReport(call.name, note=CONTIGUOUS)
@@ -134,10 +138,17 @@ def judge_function(call: Call, *, accumulates: bool = True) -> FunctionReport:
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with a backward, in words, and the relative difference."""
+    """What is wrong with a backward.
+
+    Attributes:
+        words: what it is.
+        error: the relative difference.
+        called: the name of the fault.
+    """
 
     words: str
     error: float
+    called: str = "wrong-backward"
 
 
 def _of_forward(call: Call) -> FunctionReport:
@@ -823,6 +834,15 @@ def _of_program(call: Call) -> Fault | None:
         off = _apart(given.values, gradient)
         if off > least * _size(gradient):
             share = off / (_size(gradient) or math.inf)
+            if written := call.backward.written:
+                of_leaves = set(written) <= call.leaves
+                listed = ", ".join(map(str, written))
+                return Fault(
+                    f"argument {listed}, which it has saved, was written between its forward and its"
+                    f" backward: what it gave differs by {share:.2g} of its size from the derivative",
+                    share,
+                    "stale-parameters" if of_leaves else "changed-batch",
+                )
             return Fault(
                 f"with respect to argument {index} it differed in the program by {share:.2g} of its"
                 " size from the derivative of its forward, which it is where it is called by itself"

@@ -120,7 +120,8 @@ class StepRecord:
         twice: at the optimizer's first step, keys of parameters that it lists more than once.
         overlaid: at that step, keys of parameters that lie over one memory, and are not one.
         overlapping: at that step, keys of parameters whose `.grad` do.
-        values: at that step of several ranks, key of a parameter -> a sample of its values.
+        values: at that step of several ranks, key of a parameter -> a sample of its values; of one
+            rank those of all parameters, where nothing has arrived at the optimizer's own.
         moved: key of a parameter -> a sample of its change by the step, where nothing at all went
             backward since the last step of the same optimizer.
         passed_by: where no GradScaler takes this step, the scales of those that there are.

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -147,6 +148,24 @@ class WindowEvidence:
         if self.own:
             return columns_of(rest & ~self.seen)
         return columns_of(rest & self.in_sum) or columns_of(rest)
+
+    @cached_property
+    def composed(self) -> Columns:
+        """The passes that the program may have put together itself: those of which `.grad` must be
+        the sum, or else the results of `torch.autograd.grad`.
+        """
+        return self.required or columns_of(self.by_hand & ~self.null)
+
+    @cached_property
+    def are_micro_batches(self) -> bool:
+        """Whether the passes that may be put together come from one line, have one loss, and reach
+        the same parameters.
+        """
+        records = list(chain.from_iterable(self.pass_of(j).records for j in self.composed))
+        losses = {tuple(term.expression for term in record.terms) for record in records}
+        own = {*self.window.keys}
+        reached = {frozenset(record.arrivals.keys() & own) for record in records}
+        return len(self.places(self.composed)) == 1 and len(losses) == 1 and len(reached) == 1
 
     @cached_property
     def lost(self) -> Columns:

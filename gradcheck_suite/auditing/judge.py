@@ -41,6 +41,7 @@ from gradcheck_suite.auditing.step_rules import (
 )
 from gradcheck_suite.auditing.sums import (
     ALL_RESET,
+    LEFT_OUT,
     LIKENESS,
     MOST_LEFT,
     RULES,
@@ -522,7 +523,7 @@ class Judge:
         for column in told:
             place = evidence.pass_of(column).site
             count = self._places.setdefault((optimizer, place), PlaceCount())
-            if evidence.in_sum[column]:
+            if evidence.in_sum[column] or window.misplaced:
                 count.used += 1
             else:
                 count.lost += 1
@@ -858,8 +859,16 @@ class Judge:
         if ended or len(pending) > MOST_WINDOWS:
             weighed.violations += weighed.provisional
             weighed.provisional = []
-        if is_composed:
-            self._by_hand |= {place_of_loss(one.window, one.window.where) for one in made}
+        places = {place_of_loss(one.window, one.window.where) for one in made}
+        held = (
+            decide((LEFT_OUT,), [evidence_of(one.window) for one in made]).fault if made else None
+        )
+        if held is not None:
+            self._by_hand -= places
+            fault = held.rule.fault(held.seen)
+            weighed.violations += [violation_of(fault, o.window, o.window.where) for o in made]
+        elif is_composed:
+            self._by_hand |= places
             weighed.notes[finding("composed-gradient", COMPOSED, made[0].window.where)] += len(made)
         if len(pending) > MOST_WINDOWS:
             self._let_go(optimizer, weighed)

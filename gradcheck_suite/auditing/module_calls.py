@@ -1109,17 +1109,15 @@ class _Replacements:
         tensors = {id(t): kept.get(id(t), t).detach().clone() for t in constants}
         if not how.own_parameters:
             tensors.update((id(p), leaf) for p, leaf in zip(real, leaves, strict=True))
-        values = [
-            _of_class(
-                v,
-                _nudged(
-                    v.detach().clone() if how.as_it_was_at_backward else v, generator, unit
-                ).detach(),
-            ).requires_grad_(need)
-            if isinstance(v, torch.Tensor)
-            else v
-            for v, need in zip(arguments, forward.needs_gradient, strict=True)
-        ]
+        values = list[Any]()
+        for v, need in zip(arguments, forward.needs_gradient, strict=True):
+            if not isinstance(v, torch.Tensor):
+                values.append(v)
+                continue
+            now = v.detach().clone() if how.as_it_was_at_backward else v
+            leaf = _of_class(v, _nudged(now, generator, unit).detach()).requires_grad_(need)
+            # what comes from a layer before is no leaf, and a module may write to it
+            values.append(leaf.clone() if need else leaf)
         return _Replacements(real, leaves, tensors, values)
 
     def write(self, at_backward: Sequence[AtBackward]) -> None:

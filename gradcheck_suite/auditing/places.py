@@ -275,6 +275,36 @@ def _conditional(node: ast.AST) -> list[list[ast.stmt]]:
     return [node.body] if isinstance(node, ast.ExceptHandler) else []
 
 
+def is_written_loss(line: str) -> bool:
+    """Return whether the program writes a value, by `.data`, into what the statement at `file:line`
+    sends backward: as a reduction over ranks for a log does.
+    """
+    file, _, number = line.rpartition(":")
+    tree = _tree(file)
+    at = _UnderCondition(int(number), ())
+    sent = set[str]()
+    for node in ast.walk(tree):
+        is_one = isinstance(node, ast.Expr | ast.Assign) and at.is_in(node)
+        if is_one and "backward" in ast.unparse(node):
+            sent |= {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+    data = {f"{name}.data" for name in sent}
+    return any(data & set(_written_by(node)) for node in ast.walk(tree))
+
+
+def _written_by(node: ast.AST) -> Iterator[str]:
+    """Yield what a node may write to, as it stands in the program."""
+    if isinstance(node, ast.Assign | ast.AugAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        for target in targets:
+            yield ast.unparse(target).partition("[")[0]
+    elif isinstance(node, ast.Call):
+        what, _, name = ast.unparse(node.func).rpartition(".")
+        if name.endswith("_"):
+            yield what.partition("[")[0]
+        elif "reduce" in name:
+            yield from map(ast.unparse, node.args)
+
+
 def is_reset(node: ast.AST) -> bool:
     """Return whether a node may reset a `.grad`: `zero_grad()`, `.grad.zero_()`, `.grad = None`, a
     product with 0.

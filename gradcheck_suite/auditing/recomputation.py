@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -535,12 +536,15 @@ def exceeding(
     def bound(key: int, of_draws: float) -> float:
         return allowed[key] + of_draws * float(np.mean(squares[key] or [0.0])) ** 0.5
 
+    begun = time.perf_counter()
     draw(range(FEW_DRAWS if over else 0))
+    took = time.perf_counter() - begun
     few = student_factor(FEW_DRAWS)
-    many = student_factor(DRAWS)
     unclear = [key for key in over if bound(key, LIKELY) < off[key] <= bound(key, few)]
     # four draws may by chance be ten times as small as the others: more of them settle it
-    draw(range(FEW_DRAWS, DRAWS if unclear else FEW_DRAWS))
+    number = min(DRAWS, FEW_DRAWS + int(LONGEST_DRAWS * FEW_DRAWS / max(took, 1e-9)))
+    draw(range(FEW_DRAWS, number if unclear else FEW_DRAWS))
+    many = student_factor(number)
     for key in over:
         allowed[key] = bound(key, many if unclear else few)
     return {
@@ -548,6 +552,8 @@ def exceeding(
     }
 
 
+LONGEST_DRAWS = 20.0
+"""Seconds of further draws: with fewer of them more is allowed."""
 LIKELY = 6.0
 """Root mean squares of the draws below which no more are made: a sound window rarely has a larger difference."""
 
@@ -597,6 +603,7 @@ SENTENCES = {
         " random numbers of Python or numpy than in the forward, which a checkpoint does not put"
         " back"
     ),
+    "written": "custom function {name}: {fault}",
     "changed-batch": (
         "the memory of a model's input was filled with other values between its call and its"
         " backward, which then computes with these"
@@ -1492,10 +1499,11 @@ def blame_functions(
             known.add(said)
             result.notes.append(finding("custom-function", said))
         if verdict.fault and result.name is None:
-            result.name = "wrong-backward"
-            result.sentence = SENTENCES["wrong-backward"].format(
-                name=verdict.name, fault=verdict.fault
-            )
+            result.name = verdict.called
+            is_written = verdict.called != "wrong-backward"
+            result.causes = ("written",) if is_written else ()
+            sentence = SENTENCES["written" if is_written else "wrong-backward"]
+            result.sentence = sentence.format(name=verdict.name, fault=verdict.fault)
             # the window was computed again with the same fault, so the error is that of the
             # function
             result.error = verdict.error

@@ -37,6 +37,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradcheck_suite.auditing import samples
 from gradcheck_suite.auditing.events import (
@@ -51,10 +53,18 @@ from gradcheck_suite.auditing.events import (
     StepRecord,
 )
 from gradcheck_suite.auditing.known_graphs import KnownGraphs, Made
-from gradcheck_suite.auditing.loss_values import rewritten_loss
+from gradcheck_suite.auditing.loss_values import rewritten_loss, rewritten_outside
 from gradcheck_suite.auditing.modes import Apart, is_of_rows
 from gradcheck_suite.auditing.parameter_points import ParameterPoints, Points
-from gradcheck_suite.auditing.places import NOWHERE, Place, here, living, loop_here, shown
+from gradcheck_suite.auditing.places import (
+    NOWHERE,
+    Place,
+    here,
+    is_written_loss,
+    living,
+    loop_here,
+    shown,
+)
 from gradcheck_suite.auditing.samples import Raw
 from gradcheck_suite.auditing.saved_values import Written, written_since
 from gradcheck_suite.auditing.terms import (
@@ -347,6 +357,7 @@ class Recorder:
         muted: whether nothing is recorded, since a window is computed again.
         concurrent: whether two threads that are alive have called backward: their passes cannot be
             told apart.
+        unstepped: why no step may come, as long as none has; empty where nothing tells.
         records: whether passes and steps are recorded, or only counted.
         notes: what could not be seen -> how often.
         used_at: key of a parameter -> a line that uses it, where the first passes have shown one.
@@ -373,6 +384,7 @@ class Recorder:
         self._due: Callable[[], None] | None = None
         self.steps_seen = 0
         self.passes_seen = 0
+        self.unstepped = ""
         self.last: Running | None = None
         self.notes: Counter[Found] = Counter()
         self.used_at: dict[int, str] = {}
@@ -777,7 +789,7 @@ class Recorder:
             if running.outer is None:
                 # of a graph that nothing is known of, nothing is said
                 with contextlib.suppress(Exception):
-                    running.written = _written(roots)
+                    running.written = _written(roots, running.record.place.line)
         place = running.record.place
         apart = self._is_apart()
         # what is computed inside of another pass, or on several ranks, is walked each time
@@ -920,7 +932,25 @@ class Recorder:
         running.record.points = self._points()
         running.record.clocks = self._clocks()
         self.last = running
+        self._note_unstepped()
         self._receive(running.record)
+
+    def _note_unstepped(self) -> None:
+        """Note why no step may come, as long as none has: when the program has ended, its optimizers
+        and scalers are gone.
+        """
+        if self.steps_seen or self.passes_seen < MANY or self.passes_seen & (self.passes_seen - 1):
+            return
+        made = living(torch.optim.Optimizer, torch.amp.GradScaler)
+        scalers = [one for one in made if isinstance(one, torch.amp.GradScaler)]
+        if len(made) > len(scalers):
+            self.unstepped = "the step of a torch.optim optimizer that was made is never called"
+        for scaler in scalers:
+            if scaler._scale is not None and float(scaler._scale) < scaler._init_scale:
+                self.unstepped = (
+                    "a GradScaler has called none, since the gradients were not finite (its scale"
+                    f" fell from {scaler._init_scale:.3g} to {float(scaler._scale):.3g})"
+                )
 
     def _clocks(self) -> dict[str, int]:
         """Return checksums of what a program moves with its steps."""
@@ -1536,26 +1566,52 @@ class Recorder:
     def _note_memory(
         self, step: StepRecord, own: Sequence[torch.Tensor], given: Mapping[int, torch.Tensor]
     ) -> None:
-        """Note at an optimizer's first step what it lists twice, and what shares memory."""
+        """Note at an optimizer's first step what it lists twice, what shares memory, and values."""
         times = Counter(map(id, own))
         step.twice = sorted(self._keys[i] for i, number in times.items() if number > 1)
         step.overlaid = self._overlaid({self._keys[id(p)]: p for p in own})
         step.overlapping = self._overlaid(given)
-        step.values = self._values(step.gradients) if _is_distributed() else {}
+        reached = self.last.record.arrivals.keys() if self.last is not None else set[int]()
+        if _is_distributed():
+            step.values = self._values(step.gradients)
+        elif reached.isdisjoint(step.gradients):
+            # they may be copies, which have the values of their parameters
+            step.values = self._values(self.parameters)
 
 
-def _written(roots: Sequence[Any]) -> Written | None:
+def _written(roots: Sequence[Any], line: str) -> Written | None:
     """Return what a pass that begins reads and that was written since the forward.
 
     Nothing is asked of a device, which would have to be waited for.
+
+    Args:
+        roots: of the pass.
+        line: of its backward.
     """
     tensors = [root for root in roots if isinstance(root, torch.Tensor)]
     if any(map(samples.is_on_device, tensors)):
         return None
     found = written_since(edge_of(root)[0] for root in roots)
     if found is None and len(roots) == 1 and isinstance(roots[0], torch.Tensor):
-        found = rewritten_loss(roots[0])
+        # the program may have written to the loss itself, which no backward reads
+        found = None if roots[0]._version else rewritten_loss(roots[0])
+        if found is not None and is_written_loss(line):
+            found = None
+        found = found or rewritten_outside(roots[0])
+        # under a mode of the program's, operations may give something else than they do here
+        if found is not None and _modes_of_program():
+            found = None
     return found
+
+
+def _modes_of_program() -> list[Any]:
+    """Return the modes of the program's own classes, which change what operations do.
+
+    A search through all objects, where something is about to be blamed.
+    """
+    modes = living(TorchDispatchMode, TorchFunctionMode)
+    own = ("torch.", __name__.partition(".")[0])
+    return [one for one in modes if not type(one).__module__.startswith(own)]
 
 
 def _may_be_average(one: Any) -> bool:
@@ -1590,6 +1646,8 @@ def _are_alike(ratio: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
     return alike.all().reshape(1).to(ratio.dtype)
 
 
+MANY = 16
+"""Passes without a step, from which on it is asked why: a search through all objects is no short one."""
 MOST_RATIOS = 1024
 """Elements of a gradient that tell by what hooks multiply it."""
 

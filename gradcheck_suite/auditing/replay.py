@@ -240,6 +240,7 @@ class StepWindow:
         error: of coefficients that are fitted, relative to the largest one; 0 where none is.
         unclipped: by which all of `.grad` had been multiplied after the last pass when torch's
             clipping began; None where it did not, or parameters differ.
+        misplaced: parameters that have the gradient of another one -> that one.
     """
 
     optimizer: int
@@ -262,6 +263,7 @@ class StepWindow:
     kept_apart: Sequence[Coefficients] = ()
     error: float = 0.0
     unclipped: float | None = None
+    misplaced: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def where(self) -> Place:
@@ -346,6 +348,7 @@ class Replay:
         self._not_finite: set[int] = set()
         self._owners: defaultdict[int, set[int]] = defaultdict(set)
         self._copies: dict[int, int] = {}
+        self._misplaced_copies: Mapping[int, int] = {}
         self._discarded: dict[frozenset[int], Coefficients] = {}
 
     def tolerance(self, key: int) -> float:
@@ -698,8 +701,36 @@ class Replay:
             del self._late[place]
         window.unclipped = self._before_clipping(first)
         self._fill(window, found)
+        window.misplaced = self._misplaced_copies if copies else self._misplaced(members, found)
         self._leave(window, steps)
         return window
+
+    def _misplaced(
+        self, passes: Mapping[int, Seen], found: Mapping[int, Explanation]
+    ) -> Mapping[int, int]:
+        """Return the parameters whose `.grad` is what has arrived at another one in all passes.
+
+        Several must have exchanged theirs: a single one may be like another by itself.
+        """
+        edited = {key: one.now for key, one in found.items() if one.event == EDITED}
+        sums = dict[int, Vector]()
+        for key in edited:
+            several = [self._arrived[0, i][key] for i in passes if key in self._arrived[0, i]]
+            # a pass that is sampled as a whole has projections beside the elements
+            length = min(map(len, several), default=0)
+            if length:
+                sums[key] = np.sum([one[:length] for one in several], axis=0)
+        of = dict[int, int]()
+        for key, now in edited.items():
+            alike = [
+                other
+                for other, total in sums.items()
+                if np.count_nonzero(total[:ELEMENTS]) >= FEWEST
+                and factor(now, total, 10 * self.tolerance(key)) is not None
+            ]
+            if len(alike) == 1 and alike[0] != key:
+                of[key] = alike[0]
+        return of if len(of) > 1 and len({*of.values()}) == len(of) else {}
 
     def _of_parameters(self, step: StepRecord) -> StepRecord:
         """Return a step on copies as one on the parameters that they stand for."""
@@ -776,7 +807,29 @@ class Replay:
                 if found is None:
                     return False
                 self._copies[key] = found
+        if step.values and given:
+            self._misplaced_copies = self._exchanged(settled(step.values))
         return given
+
+    def _exchanged(self, values: Mapping[int, Vector]) -> Mapping[int, int]:
+        """Return the parameters whose copies are given another one's gradient.
+
+        A copy has the values of its parameter, rounded.
+        """
+        of = dict[int, int]()
+        for copy, given in self._copies.items():
+            own = [
+                key
+                for key, value in values.items()
+                if key not in self._copies
+                and copy in values
+                and len(value) == len(values[copy])
+                and np.count_nonzero(value[:ELEMENTS]) >= FEWEST
+                and distance(value, values[copy]) <= COPIED_VALUES
+            ]
+            if len(own) == 1 and own[0] != given:
+                of[own[0]] = given
+        return of if {*of} == {*of.values()} else {}
 
     def _unequal(self, of_ranks: Sequence[Column]) -> set[int]:
         """Return the parameters of which the ranks have different samples.
@@ -1160,6 +1213,8 @@ MOST_PASSES = 512
 """Passes that are kept for parameters that no optimizer has stepped on."""
 COPIED = 1e-5
 """Relative difference of a gradient that is copied from one parameter to another one in float32, and may be divided."""
+COPIED_VALUES = 1e-2
+"""Relative difference of a parameter in low precision from its copy in a higher one."""
 RMS_OF_ROUNDING = 0.25
 """Of the roundings of a sum, relative to their bound; of sums in float32 and bfloat16 it is up to an eighth or so."""
 ACCIDENT = 1e-4

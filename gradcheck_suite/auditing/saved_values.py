@@ -209,8 +209,7 @@ def _named(saved: Saved, noted: Noted) -> Written | None:
     reads = f"between a call of {of} and its backward, which reads it ({kind(saved.node)})"
     for name, parameter in module.named_parameters():
         if _memory(parameter) == where:
-            said = f"parameter {name} was written {reads}"
-            return None if parameter.requires_grad else Written("stale-parameters", said)
+            return Written("stale-parameters", f"parameter {name} was written {reads}")
     for name, buffer in module.named_buffers():
         if _memory(buffer) == where:
             return Written("changed-batch", f"buffer {name} was written {reads}")

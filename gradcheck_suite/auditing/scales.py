@@ -38,12 +38,14 @@ class Use:
         length: the number of passes at the call sites that the objective comes from.
         whole: whether the objective is in every one of them.
         others: the objectives of the same window that have right weights.
+        beside: all other objectives of the same window.
         alone: whether the fault is this objective's own: others are right or, where its weights are
             unequal, equal.
         taken_out: by what `.grad` was multiplied after the last pass, where that is a part of the
             weights; else 1.
         own: C by the count that fits the run.
         total: C of all objectives of the window together, where they have the same passes.
+        together: these, in the window.
         right: whether C is 1, of this objective or of all together.
     """
 
@@ -53,10 +55,12 @@ class Use:
     whole: bool
     others: Sequence[Objective]
     alone: bool
+    beside: Sequence[Objective] = ()
     taken_out: float = 1.0
     count: str = ""
     own: float = 0.0
     total: float | None = None
+    together: Sequence[Use] = ()
     right: bool = False
 
     @property
@@ -184,6 +188,7 @@ def _count_together(windows: Sequence[Sequence[Use]]) -> None:
     for several in windows:
         for use in several:
             use.total = sum(other.own for other in several)
+            use.together = several
             use.right = use.right or near(use.total, 1.0, use.objective.tolerance)
 
 
@@ -449,9 +454,19 @@ def _fitting(
     # of a coefficient that changes from step to step, one value may be any number
     alike = e.run.by_length[use.length]
     changes = any(not one.right and one not in fitting for one in alike)
-    is_unclear = bool(use.others) or changes or _may_be_own(e, cause, what)
+    are_divided = bool(what) and any(map(_has_its_share, use.together))
+    is_unclear = bool(use.others) or changes or are_divided or _may_be_own(e, cause, what)
     why = reading.says.format(r=use.length, ranks=ranks)
     return Read(reading.value(use, ranks), what, why, cause, len(fitting), is_unclear)
+
+
+def _has_its_share(use: Use) -> bool:
+    """Return whether each micro-batch is seen to have its share of the window: then that several
+    coefficients add up to its length is chance.
+    """
+    divisors = (use.length, use.items)
+    is_divided = any(use.objective.is_divided_by(number) for number in divisors)
+    return is_divided or spread(use.masses) > use.objective.tolerance
 
 
 def _may_be_own(e: E, cause: str, what: str) -> bool:
@@ -798,23 +813,42 @@ def _is_wrong_count(e: E) -> Seen:
 def _is_running_count(e: E) -> Seen:
     """Ask whether what is added up is divided by a count that is never reset: of all windows so far,
     in each of them.
+    """
+    uses = e.run.uses
+    return _divided_by_numbers(e, [float(total) for total in np.cumsum([u.items for u in uses])])
 
-    The loss is, or `.grad` after the last pass.
+
+def _is_count_of_last(e: E) -> Seen:
+    """Ask whether what is added up is divided by the count of the window's last micro-batch, in each
+    window: a number of micro-batches that do not have it all alike.
+    """
+    counts = [use.objective.counts for use in e.run.uses]
+    for name in sorted(set.intersection(*map(set, counts))):
+        lasts = [of[name][-1] for of in counts]
+        # a mean of each that is made by hand has equal counts
+        is_mean = _is_proportional(lasts, [sum(of[name]) for of in counts])
+        found = None if is_mean else _divided_by_numbers(e, lasts)
+        if found is not None:
+            return found
+    return None
+
+
+def _divided_by_numbers(e: E, numbers: Sequence[float]) -> Seen:
+    """Ask whether an item of each window weighs one over a number of it: the loss is divided by it, or
+    `.grad` after the last pass.
     """
     uses = e.run.uses
     if len(uses) < FEWEST_COUNTS or not e.run.is_whole or e.use.is_mean:
         return None
-    totals = [float(total) for total in np.cumsum([use.items for use in uses])]
     at = next(i for i, use in enumerate(uses) if use is e.use)
-    numbers = {"divisor": totals[at], "items": e.use.items}
-    if _are_shares(uses, [1.0] * len(uses), totals):
-        return ScaleSighting(numbers)
+    told = {"divisor": numbers[at], "items": e.use.items}
+    if _are_shares(uses, [1.0] * len(uses), numbers):
+        return ScaleSighting(told)
     # of a window that is right with it, the factor is a part of the weights already
     factors = [1.0 if use.taken_out != 1.0 else use.window.factor or 1.0 for use in uses]
-    if _are_shares(uses, factors, totals):
-        return ScaleSighting(
-            numbers, expected=e.use.own * totals[at] / e.use.items, shown_by=factors[at]
-        )
+    if _are_shares(uses, factors, numbers):
+        expected = e.use.own * numbers[at] / e.use.items
+        return ScaleSighting(told, expected=expected, shown_by=factors[at])
     return None
 
 
@@ -838,6 +872,41 @@ def _is_miscounted(e: E) -> Seen:
 
 
 # What other losses show, and what is left.
+
+
+def _is_scaled(objective: Objective, scale: float) -> bool:
+    """Return whether each loss is seen to be multiplied by a scale."""
+    return objective.is_divided_by(1 / scale)
+
+
+def _lacks_scale(e: E) -> Seen:
+    """Ask whether a loss is not multiplied by the scale of the GradScaler that divides the gradient
+    by it, where another one of the window is.
+    """
+    use = e.use
+    scale = use.window.step.scale
+    if not scale or near(scale, 1.0, 1e-6) or _is_scaled(use.objective, scale):
+        return None
+    # a scale that is in no number on its way, as in a tensor of weights, is in its weight
+    is_small = use.own * scale <= use.length * (1 + use.objective.tolerance)
+    if not is_small or not any(_is_scaled(one, scale) for one in use.beside):
+        return None
+    return ScaleSighting({"scale": scale}, expected=use.own * scale)
+
+
+def _is_undivided_elsewhere(e: E) -> Seen:
+    """Ask whether a loss is divided by the window's length at another line of it, and here not."""
+    use = e.use
+    one = use.objective
+    r = len(use.window.passes)
+    alike = [o for o in use.beside if o.key[1] == one.key[1] and o.place != one.place]
+    beside = next((o for o in alike if o.is_divided_by(r)), None)
+    if beside is None or use.length == r or one.is_divided_by(r):
+        return None
+    if not all(near(mass, 1.0, one.tolerance) for mass in use.masses):
+        return None
+    numbers = {"term": one.term, "line": beside.line, "beside": beside.term}
+    return Sighting(numbers, where=one.line)
 
 
 def _is_undivided(e: E) -> Seen:
@@ -922,6 +991,13 @@ _UNDIVIDED = Rule[E](
     "no division of this term ({term}) by the number of micro-batches is seen, where the one at"
     " {line} ({beside}) is a mean over the window",
 )
+_ELSEWHERE = Rule[E](
+    "undivided elsewhere",
+    "undivided-term",
+    _is_undivided_elsewhere,
+    "no division of this term ({term}) by the number of micro-batches is seen, where the one at"
+    " {line} ({beside}) is divided by the number of all of the window's",
+)
 _COEFFICIENT = Rule[E]("coefficient", "coefficient", _is_coefficient, COEFFICIENT)
 _IN_ORDER = in_order(
     _wrong(
@@ -931,6 +1007,20 @@ _IN_ORDER = in_order(
         " one",
         "running",
         called=WRONG_COUNT,
+    ),
+    _wrong(
+        "count of the last",
+        _is_count_of_last,
+        "each weighs 1/{divisor:g}, the count of the last micro-batch, where {items:g} count in the"
+        " window",
+        called=WRONG_COUNT,
+    ),
+    _wrong(
+        "not scaled",
+        _lacks_scale,
+        "1/{scale:g}: this loss is not multiplied by the scale of the GradScaler, by which the"
+        " gradient is divided before the step, and others of the window are",
+        "not-scaled",
     ),
     _silent("plain sum", _is_plain_sum),
     _wrong(
@@ -1011,6 +1101,7 @@ _RIGHT = _silent("right", _is_right)
 _NOT_RIGHT = (*_IN_ORDER, *_LEFT_IN, _UNDIVIDED, _COEFFICIENT)
 SCALE_RULES: Sequence[Rule[E]] = (
     _OTHER_COUNT,
+    replace(_ELSEWHERE, before=(_UNDIVIDED.name, _COEFFICIENT.name)),
     replace(_RIGHT, before=names(_NOT_RIGHT)),
     *_NOT_RIGHT,
 )

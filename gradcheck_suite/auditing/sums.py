@@ -44,6 +44,7 @@ from gradcheck_suite.auditing.replay import (
     near,
 )
 from gradcheck_suite.auditing.rules import Change, Need, Rule, Sighting, in_order, names
+from gradcheck_suite.auditing.vectors import size
 from gradcheck_suite.core.text import counted
 
 MOST_LINES = 3
@@ -54,6 +55,9 @@ FEWEST_LOST = 6
 """Passes that windows of one pass lose in turn, from which on that is no decision for some steps."""
 FEWEST_KEPT = 3
 """Gradients put together by hand whose coefficients may show a factor between neighbours: two tasks may have any."""
+
+FEWEST_WINDOWS = 3
+"""Windows that leave out the same micro-batches, from which on that is no choice of the program's."""
 
 E = WindowEvidence
 Found = Sighting | bool | None
@@ -161,7 +165,7 @@ class _Results:
 
 
 def _results(e: E) -> _Results:
-    is_there = np.abs(e.mean) > 1e-3
+    is_there = np.abs(e.mean) > _least_there(e)
     there = columns_of(e.by_hand & is_there)
     gone = columns_of(e.by_hand & ~is_there)
     both = e.places(there) & e.places(gone)
@@ -169,6 +173,19 @@ def _results(e: E) -> _Results:
         there=[j for j in there if e.places([j]) & both],
         gone=[j for j in gone if e.places([j]) & both],
     )
+
+
+def _least_there(e: E) -> float:
+    """Return the coefficient up to which a result is not in `.grad`.
+
+    In low precision it is known badly. A result that may be 0 is then taken for it where several
+    others are alike: it is no small share of a task.
+    """
+    values = np.abs(e.mean[e.by_hand])
+    unknown = 2 * e.window.error * size(values)
+    others = values[values > unknown]
+    are_alike = len(others) > 1 and np.ptp(others) <= unknown < others.min() / 2
+    return max(1e-3, unknown) if are_alike else 1e-3
 
 
 def _at_places(e: E, columns: Columns) -> Sighting:
@@ -191,6 +208,12 @@ def _has_raised(e: E, column: int) -> bool:
 # Gradients that the program has put together itself.
 
 
+def _is_misplaced(e: E) -> Found:
+    """Ask whether parameters have the gradients of others."""
+    keys = [*e.window.misplaced]
+    return Sighting(key=keys[0], keys=keys) if keys else None
+
+
 def _is_rescaled_by_program(e: E) -> Found:
     """Ask whether gradients that the program has kept are put together as a sum that is rescaled
     each time.
@@ -199,10 +222,10 @@ def _is_rescaled_by_program(e: E) -> Found:
     are micro-batches, and of their coefficients 2, the number of passes, and one over these are
     what adding a buffer to itself or dividing it each time gives.
     """
-    r = len(e.required)
-    if e.window.edit != BY_HAND or r < FEWEST_KEPT or not _are_micro_batches(e):
+    r = len(e.composed)
+    if e.window.edit != BY_HAND or r < FEWEST_KEPT or not e.are_micro_batches:
         return None
-    values = e.mean[e.required]
+    values = e.mean[e.composed]
     if not values.all() or not e.is_alike:
         return None
     tolerance = max(1e-3, 4 * e.window.error)
@@ -216,12 +239,31 @@ def _is_rescaled_by_program(e: E) -> Found:
     return Sighting(more=f" (the micro-batches weigh {listed})")
 
 
-def _are_micro_batches(e: E) -> bool:
-    """Return whether the passes come from one line, have one loss, and reach the same parameters."""
-    records = list(chain.from_iterable(e.pass_of(j).records for j in e.required))
-    losses = {tuple(term.expression for term in record.terms) for record in records}
-    reached = {frozenset(record.arrivals) for record in records}
-    return len(e.places(e.required)) == 1 and len(losses) == 1 and len(reached) == 1
+def _is_left_out_each_time(windows: Sequence[E]) -> Found:
+    """Ask whether the same micro-batches of each window are not in what the program puts together.
+
+    In one window a program may have chosen: another one tells.
+    """
+    first = windows[0]
+    gone = _gone(first)
+    if len(windows) < FEWEST_WINDOWS or not gone or any(_gone(one) != gone for one in windows):
+        return None
+    numbers = [str(first.composed.index(j)) for j in gone]
+    return Sighting({"gone": ", ".join(numbers), "number": len(first.composed)})
+
+
+def _gone(e: E) -> Columns:
+    """Return the micro-batches that are not in a sum which has several others alike."""
+    if e.window.edit != BY_HAND or not e.are_micro_batches:
+        return []
+    values = np.abs(e.mean[e.composed])
+    least = max(1e-3, 4 * e.window.error) * values.max()
+    there = values[values > least]
+    gone = [j for j, value in zip(e.composed, values, strict=True) if value <= least]
+    is_sum = len(there) > 1 and np.ptp(there) <= 1e-2 * there.max()
+    # what was moved between is of another point, as the first one of two
+    last = e.composed[-1]
+    return gone if is_sum and not any(e.moved(j, last) for j in gone) else []
 
 
 def _is_fitted(e: E) -> bool:
@@ -826,6 +868,13 @@ ALL_RESET = Rule[E](
     _is_empty,
     "nothing of the window is in the gradient: it was reset between backward and the step",
 )
+LEFT_OUT = Rule[Sequence[E]](
+    "left out each time",
+    "dropped-micro-batch",
+    _is_left_out_each_time,
+    "what the program puts into `.grad` lacks some of the micro-batches that it has sent backward:"
+    " number {gone} of {number} in each window, counted from 0",
+)
 TAIL = Rule[E](
     "rest of an epoch",
     "tail-dropped",
@@ -1044,6 +1093,13 @@ _WHOLE = in_order(
         _is_torn,
         "a backward pass ended with an exception, and what had arrived by then is in the gradient",
         causes=("exception",),
+    ),
+    Rule[E](
+        "misplaced",
+        "misplaced-gradient",
+        _is_misplaced,
+        "parameters have exchanged their gradients: what arrived at each of them in the backward"
+        " passes is in the `.grad` of another one",
     ),
     _rescaled("rescaled by the program", _is_rescaled_by_program),
     Rule[E]("fitted", "composed-gradient", _is_fitted, is_silent=True),

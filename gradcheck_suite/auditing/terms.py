@@ -302,6 +302,11 @@ def _valid(node: Any) -> torch.Tensor | None:
             if _is_packed(node, "target")
             else (node._saved_target != node._saved_ignore_index).sum()
         )
+    if name == "CtcLoss" and isinstance(node._saved_target_lengths, tuple):
+        # an item is a sequence, of several targets each
+        return torch.tensor(sum(node._saved_target_lengths))
+    if name == "Where" and len(inputs) == 1:  # what is infinite is no item
+        return _valid(inputs[0][0]) if kind(inputs[0][0]) == "CtcLoss" else None
     if name == "Cat" or (NODES.get(name) == Node(PASS, PASS) and len(inputs) == 1):
         found = [_valid(below) for below, _ in inputs]
         known = [valid for valid in found if valid is not None]

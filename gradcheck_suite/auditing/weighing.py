@@ -435,6 +435,7 @@ def _uses(one: Pending, found: Sequence[Objective]) -> Iterator[Use]:
             whole={source[1] for source in sources} == passes,
             taken_out=one.taken_out([objective]),
             others=(others := [o for o in right if o.key != objective.key]),
+            beside=[o for o in found if o.key != objective.key and o.parts],
             alone=bool(others) or any(o.status != objective.status == UNEQUAL for o in found),
         )
 
@@ -611,6 +612,62 @@ def _empty(objective: Objective, window: StepWindow) -> set[Source]:
     } - own
 
 
+@dataclass(frozen=True)
+class Pattern:
+    """What unequal weights of several windows have in common.
+
+    Attributes:
+        name: of the fault.
+        holds: whether all windows show it.
+        says: what it is.
+    """
+
+    name: str
+    holds: Callable[[Sequence[Weights]], bool]
+    says: str
+
+
+def _are_by_count_before(found: Sequence[Weights]) -> bool:
+    """Return whether an item weighs one over the count of the micro-batch before its own."""
+    products = list[float]()
+    counts = set[float]()
+    for w in found:
+        products += [float(a * n) for a, n in zip(w.observed[1:], w.counts[:-1], strict=True)]
+        counts.update(map(float, w.counts[:-1]))
+    is_known = (
+        len(products) >= FEWEST_NUMBERS and len(counts) > 1 and not any(w.owners for w in found)
+    )
+    return is_known and near(min(products), max(products), max(w.tolerance for w in found))
+
+
+def _are_ramps(found: Sequence[Weights]) -> bool:
+    """Return whether the means of micro-batches weigh more from one to the next by one number."""
+    steps = list[float]()
+    for w in found:
+        steps += map(float, np.diff(w.per_mean))
+    largest = max(float(np.abs(w.per_mean).max()) for w in found)
+    is_known = len(steps) >= FEWEST_NUMBERS and not any(w.owners for w in found)
+    tolerance = max(w.tolerance for w in found)
+    return is_known and min(map(abs, steps)) > tolerance and np.ptp(steps) <= tolerance * largest
+
+
+FEWEST_NUMBERS = 4
+"""Numbers of which a rule is read: of fewer it may be chance."""
+PATTERNS = (
+    Pattern(
+        "wrong-count",
+        _are_by_count_before,
+        "each micro-batch is divided by the count of the one before",
+    ),
+    Pattern(
+        "weighted-by-place",
+        _are_ramps,
+        "the weight of a micro-batch changes by the same amount from each to the next",
+    ),
+)
+"""What no count of a micro-batch's own explains."""
+
+
 def _named(objectives: Sequence[Objective]) -> Diagnosis:
     """Name weights that no count explains, as a loop that is verified would be.
 
@@ -637,6 +694,9 @@ def _named(objectives: Sequence[Objective]) -> Diagnosis:
         for one in objectives
         for p in one.parts
     )
+    for pattern in PATTERNS if summed else ():
+        if pattern.holds(found):
+            return Diagnosis(pattern.name, f"{pattern.says}: {said}")
     named = diagnose(
         found[0], found[1:], only=FAULTS.keys() - OF_ACCUMULATION if summed else FAULTS.keys()
     )

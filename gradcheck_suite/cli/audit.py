@@ -24,7 +24,7 @@ from typing import Any, TextIO
 from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli import exit_status
 from gradcheck_suite.cli.arguments import OutputOptions
-from gradcheck_suite.cli.loading import no_file
+from gradcheck_suite.cli.loading import import_hint, no_file
 from gradcheck_suite.cli.progress import Output, page_of
 from gradcheck_suite.core.options import LIVE_NAMES, AuditOptions
 from gradcheck_suite.core.records import KINDS, append_record
@@ -168,7 +168,8 @@ def run(arguments: argparse.Namespace) -> int:
             with contextlib.suppress(OSError, ValueError):
                 sys.stdout.flush()
         with contextlib.redirect_stderr(audited.standard_error), output:
-            return _finish(arguments.arguments, output, result, status)
+            hint = import_hint(error, None if arguments.module else Path(arguments.script))
+            return _finish(arguments.arguments, output, result, status, hint)
 
     ends: list[Callable[[], None]] = []
 
@@ -240,7 +241,7 @@ def _ran(
     return raised, _tell_of(raised)
 
 
-def _finish(arguments: list[str], output: Output, result: Result, status: int) -> int:
+def _finish(arguments: list[str], output: Output, result: Result, status: int, hint: str) -> int:
     """Print and write the result; return the exit status, also if a file cannot be written.
 
     Args:
@@ -248,6 +249,7 @@ def _finish(arguments: list[str], output: Output, result: Result, status: int) -
         output: where the result goes.
         result: of the audit.
         status: of the script.
+        hint: what helps where the script could not import something.
     """
     if result.is_another_ranks:
         return status
@@ -273,7 +275,7 @@ def _finish(arguments: list[str], output: Output, result: Result, status: int) -
         # if the script failed before it trained, it may well train otherwise
         early = status and not result.steps
         why = (
-            f"the script ended with status {status} before its first step"
+            f"the script ended with status {status} before its first step{hint}"
             if early
             else result.unjudged
         )

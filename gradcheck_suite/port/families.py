@@ -1098,8 +1098,10 @@ def read_off(search: Search, place: int) -> Iterator[Hypothesis]:
     read off an array of the port with the same numbers.
     """
     operands = [ref for _, ref in search.positions(place)]
-    moved = chain.from_iterable(map(search.matching.sources, operands))
-    for ref in dict.fromkeys([*operands, *moved]):
+    moved = list(chain.from_iterable(map(search.matching.sources, operands)))
+    # a parameter first: it is the same in all of its uses
+    parameters = [ref for ref in moved if ref.kind == "state"]
+    for ref in dict.fromkeys([*parameters, *operands, *moved]):
         value = search.matching.run.get(ref)
         if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim():
             for turned in _orders_in_port(search, array(value)):

@@ -101,6 +101,10 @@ SHOWN = {
     "faulty_last_result_left_out": "left out",
     "faulty_running_count_of_losses": "running count",
     "faulty_rows_of_padding": "wrong factor",
+    "faulty_gradients_exchanged": "misplaced",
+    "faulty_one_line_is_not_scaled": "not scaled",
+    "faulty_divided_by_the_count_of_the_last": "count of the last",
+    "finding_first_line_is_not_divided": "undivided elsewhere",
 }
 """A script -> rules that fire on it."""
 ELSEWHERE = {"local"}

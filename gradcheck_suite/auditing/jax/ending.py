@@ -91,7 +91,7 @@ def _judge_tail(judge: JaxJudge, optimizer: Optimizer) -> None:
         return
     parts = [
         one
-        for one in judge.own_columns(mark.shapes)
+        for one in judge.passes.own(mark.shapes)
         if optimizer.index not in one.consumers and one.mark.place in optimizer.sites
     ]
     last = max((one.number for one in optimizer.before), default=0)
@@ -119,7 +119,7 @@ def _judge_points(judge: JaxJudge) -> None:
     """Judge parameters that stay the same while an optimizer steps on their gradients."""
     told = ("stale-parameters", "parameter-not-updated")
     stale = {one.where for one in judge.verdicts.found if one.diagnosis in told}
-    for points in judge.points.values():
+    for points in judge.passes.points.values():
         first = points.first
         mark = points.first.mark
         steps = [

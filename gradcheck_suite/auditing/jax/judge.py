@@ -9,52 +9,28 @@ import numpy as np
 
 from gradcheck_suite.auditing.jax.losses import DIFFERENCE, ENTERED, IDENTITY, OWN
 from gradcheck_suite.auditing.jax.marks import PassMark, UpdateMark
+from gradcheck_suite.auditing.jax.passes import OpenPasses, Shapes
 from gradcheck_suite.auditing.jax.replay import Cut, Event, MarkEvent
 from gradcheck_suite.auditing.jax.verdicts import Shown, Verdicts
 from gradcheck_suite.auditing.jax.windows import (
-    MOST_AGE,
-    MOST_OPEN,
     Column,
     Optimizer,
     Stale,
     Step,
     Unfitted,
     Window,
-    columns_of,
     explain,
     implicit_step,
     is_of_earlier_step,
     is_same_point,
-    mixes,
     norms_alike,
-    select,
 )
 from gradcheck_suite.auditing.places import Place
 from gradcheck_suite.auditing.rules import StepFault
 from gradcheck_suite.core.findings import finding
 
-Shapes = tuple[tuple[int, ...], ...]
-MIXED = 1e-3
-"""By how much an item may change with another row of its batch, relative to the largest one."""
 WRONG_RULE = 1e-2
 """By how much the gradient of a rule may differ from that of its function, relative to the larger."""
-
-
-@dataclass(eq=False)
-class Points:
-    """The parameters that gradients of one place were taken by.
-
-    Attributes:
-        first: the first gradient.
-        last: the last one.
-        is_moving: whether some parameters were others than the first.
-    """
-
-    first: Column
-    is_moving: bool = False
-
-    def __post_init__(self) -> None:
-        self.last = self.first
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +74,7 @@ class JaxJudge:
         generation: of what is known: grows where events were not seen.
         optimizers: owner and shapes -> the optimizer.
         implicit: shapes -> what steps where no optimizer is seen.
-        points: place and shapes -> the parameters that gradients were taken by.
+        passes: gradients that may still be part of a step.
     """
 
     on_step: Callable[[], None]
@@ -111,12 +87,9 @@ class JaxJudge:
     generation: int = 0
     optimizers: dict[tuple[int, Shapes], Optimizer] = field(default_factory=dict)
     implicit: dict[Shapes, Optimizer] = field(default_factory=dict)
-    points: dict[tuple[Place, Shapes], Points] = field(default_factory=dict)
+    passes: OpenPasses = field(default_factory=OpenPasses)
 
     def __post_init__(self) -> None:
-        self._number = 0
-        self._columns: list[Column] = []
-        self._mixed: set[int] = set()
         self._inner: MarkEvent | None = None
         self._has_updates = False
         self._last_update: MarkEvent | None = None
@@ -130,7 +103,7 @@ class JaxJudge:
             if isinstance(event, Cut):
                 self.settle_unsure()
                 self.generation += 1
-                self._columns.clear()
+                self.passes.columns.clear()
                 self.steps += event.steps
             elif isinstance(event.mark, PassMark):
                 self._on_pass(event)
@@ -140,20 +113,14 @@ class JaxJudge:
                 self._on_update(event, event.mark)
 
     def _on_pass(self, event: MarkEvent) -> None:
-        self._number += 1
         self._last_update = None
-        found = columns_of(event, self._number)
+        found = self.passes.read(event)
         mark = found[0].mark
         self.places.add(mark.place)
         self.settle_unsure(now=found[0])
         if not self.has_optimizer():
             self._on_point(found[0])
-        self._columns = [*self._columns, *found][-MOST_OPEN:]
-        points = self.points.setdefault((mark.place, mark.shapes), Points(found[0]))
-        if mixes(found[0], points.last) > MIXED:
-            self._mixed.add(self._number)
-        points.last = found[0]
-        points.is_moving = points.is_moving or not is_same_point(points.first, found[0])
+        self.passes.add(found)
         self._judge_rules(found[0])
         if found[0].copies:
             said = "of the gradients of several copies, as of a `vmap`, those of the first one were judged"
@@ -162,7 +129,7 @@ class JaxJudge:
     def _on_point(self, column: Column) -> None:
         """Take a change of the parameters for a step, where no optimizer is seen."""
         shapes = column.mark.shapes
-        before = [one for one in self._columns if one.mark.shapes == shapes]
+        before = [one for one in self.passes.columns if one.mark.shapes == shapes]
         if not before or is_same_point(before[-1], column):
             return
         first = [one for one in before if is_same_point(one, before[-1])]
@@ -171,7 +138,7 @@ class JaxJudge:
         optimizer = self.implicit.setdefault(shapes, Optimizer(-1 - len(self.implicit)))
         step = implicit_step(self.steps, first[-1].mark.place, first, column)
         self._judge(optimizer, step, first)
-        self._columns = [one for one in self._columns if one not in first]
+        self.passes.remove(first)
         self.steps += 1
         self.on_step()
 
@@ -212,8 +179,8 @@ class JaxJudge:
         optimizer.held.all_times += 1
         if not is_inner:  # `MultiSteps` is known to hold back
             optimizer.held.times += 1
-            optimizer.held.columns += self.own_columns(mark.shapes)
-            self._columns = [one for one in self._columns if select(one, mark.shapes) is None]
+            optimizer.held.columns += self.passes.own(mark.shapes)
+            self.passes.drop(mark.shapes)
 
     def settle_unsure(self, now: Column | None = None, *, is_step: bool | None = None) -> None:
         """Tell whether the last update was a step, where it was not clear.
@@ -227,7 +194,8 @@ class JaxJudge:
         if update is None:
             return
         if is_step is None:
-            before = [one for one in self._columns if now and one.mark.place == now.mark.place]
+            columns = self.passes.columns
+            before = [one for one in columns if now and one.mark.place == now.mark.place]
             is_step = not (now and before and is_same_point(before[-1], now))
         if is_step:
             self._take_step(update)
@@ -265,11 +233,6 @@ class JaxJudge:
             self.optimizers[key] = found
         return found
 
-    def own_columns(self, shapes: Sequence[tuple[int, ...]]) -> list[Column]:
-        """Return the gradients, or parts of them, that have some shapes."""
-        parts = (select(one, shapes) for one in self._columns)
-        return [one for one in parts if one is not None]
-
     # A step.
 
     def _step(
@@ -286,16 +249,18 @@ class JaxJudge:
         if optimizer.generation != self.generation:
             # what was added up before the gap is not known: this step ends that window
             optimizer.generation = self.generation
-            self._columns = [one for one in self._columns if select(one, mark.shapes) is None]
+            self.passes.drop(mark.shapes)
             optimizer.before = []
             optimizer.last = None
             return
         columns = [
-            one for one in self.own_columns(mark.shapes) if optimizer.index not in one.consumers
+            one for one in self.passes.own(mark.shapes) if optimizer.index not in one.consumers
         ]
         if given.devices:
             if self._differs_over_devices(gradient, parameters, given, optimizer, columns):
                 return
+            if optimizer.is_apart:  # the first device's steps stand for those of each
+                columns = [one for one in columns if all(m.device == 0 for m in one.members)]
             gradient = gradient[0]
             norms = norms[0]
             parameters = None if parameters is None else parameters[0]
@@ -316,7 +281,7 @@ class JaxJudge:
         if step.parameters is not None:
             first = optimizer.parameters[0] if optimizer.parameters else step.parameters
             optimizer.parameters = first, step.parameters
-        optimizer.moved_after.append(self._number)
+        optimizer.moved_after.append(self.passes.number)
 
     def _hold(
         self, optimizer: Optimizer, step: Step, columns: list[Column], event: MarkEvent
@@ -341,7 +306,7 @@ class JaxJudge:
         optimizer: Optimizer,
         columns: Sequence[Column],
     ) -> bool:
-        """Judge a gradient that is another one on each device; return whether it is.
+        """Judge a gradient that is another one on each device; return whether that ends the matter.
 
         Devices that began alike and have nothing in common may be an ensemble: that they are to
         train one model shows where something is added up over them, or where they are alike again.
@@ -365,22 +330,25 @@ class JaxJudge:
             self.judged.add(self.steps)
         elif alike or optimizer.is_apart:
             self._note_apart(mark, optimizer)
+            return False
         else:
             said = "each device has its own part of the parameters"
             self.verdicts.skip(mark.place, "sharded-parameters", said)
-        self._consume(optimizer, columns)
+        self.passes.consume(optimizer.index, columns)
         return True
 
     def _note_apart(self, mark: UpdateMark, optimizer: Optimizer) -> None:
-        said = "devices that began alike step on gradients of their own, and nothing is added up over them"
         if not optimizer.is_apart:
+            said = (
+                "devices that began alike step on gradients of their own, and nothing is added up over"
+                " them; the first one was judged"
+            )
             remedy = (
                 "right for an ensemble; if they train one model, add gradients up over all devices"
                 " with `psum`, or average them with `pmean`"
             )
             self.verdicts.notes[finding("ranks-train-apart", said, mark.place, remedy)] += 1
         optimizer.is_apart = True
-        self.verdicts.skip(mark.place, "sharded-parameters", said)
 
     def _step_of(
         self, mark: UpdateMark, gradient: np.ndarray[tuple[int, ...], np.dtype[np.float64]]
@@ -396,12 +364,6 @@ class JaxJudge:
             mark.dtype,
         )
 
-    def _consume(self, optimizer: Optimizer, columns: Iterable[Column]) -> None:
-        numbers = {column.number for column in columns}
-        for column in self._columns:
-            if column.number in numbers:
-                column.consumers.add(optimizer.index)
-
     def _judge(self, optimizer: Optimizer, step: Step, columns: list[Column]) -> None:
         found = explain(optimizer, step, columns)
         place = columns[0].mark.place if columns else step.place
@@ -413,7 +375,7 @@ class JaxJudge:
             if not columns and last is not None:
                 reason = "no gradient was computed since the optimizer's last step"
             self.verdicts.skip(step.place, found.name, reason)
-            self._consume(optimizer, columns)
+            self.passes.consume(optimizer.index, columns)
             optimizer.before = columns
             return
         if isinstance(found, Stale):
@@ -435,7 +397,7 @@ class JaxJudge:
                 " regularization"
             )
             self.verdicts.notes[finding("added-term", said, step.place, "")] += 1
-        if any(column.number in self._mixed for column in found.used):
+        if any(column.number in self.passes.mixed for column in found.used):
             said = (
                 "items depend on other rows of their micro-batch, as with batch normalization or"
                 " negatives, so that the loss is no sum over items"
@@ -449,26 +411,14 @@ class JaxJudge:
         self.verdicts.shown.append(shown)
 
     def _settle(self, optimizer: Optimizer, window: Window, columns: Sequence[Column]) -> None:
-        """Note which gradients a step has used, and keep those that may be of another one."""
+        """Note what a step has used."""
         self.judged.add(window.step.number)
         used = window.used or list(columns)
-        numbers = {column.number for column in (*used, *window.lost)}
         optimizer.sites |= {column.mark.place for column in used}
         optimizer.before = list(used)
         if not window.lost:
             optimizer.lengths[window.length] += 1
-        kept = []
-        for column in self._columns:
-            if select(column, window.step.shapes) is None:
-                kept.append(column)
-                continue
-            if column.number in numbers:
-                column.consumers.add(optimizer.index)
-            column.age += 1
-            whole = column.mark.shapes == tuple(window.step.shapes)
-            if column.age < MOST_AGE and not (whole and column.consumers):
-                kept.append(column)
-        self._columns = kept
+        self.passes.settle(optimizer.index, window, used)
 
     def _fault_of(self, window: Window, optimizer: Optimizer) -> StepFault | None:
         """Return what is wrong with the sum of a window, or None."""

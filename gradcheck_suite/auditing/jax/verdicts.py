@@ -157,12 +157,21 @@ class Verdicts:
     def _clipped(self) -> set[int]:
         """Return the optimizers for which gradients are clipped one by one.
 
-        That two of them have one norm once may be chance: the counts of their items may do it.
+        That two of them have one norm once may be chance, and where each item weighs the same the
+        counts of items explain it.
         """
         times = Counter[int]()
         for shown in self.alike:
             times[shown.optimizer.index] += norms_alike(shown.window)
-        return {index for index, number in times.items() if number >= FEWEST_ALIKE}
+        candidates = [index for index, number in times.items() if number >= FEWEST_ALIKE]
+        return {index for index in candidates if not self._is_even(index)}
+
+    def _is_even(self, index: int) -> bool:
+        """Return whether each item weighs the same where gradients have one norm."""
+        windows = [one.window for one in self.alike if one.optimizer.index == index]
+        pending = [pending_of(window, index) for window in windows]
+        weighed = judge_weights(pending, None, self.given, 1, lambda key: None)
+        return bool(weighed.steps) and not (weighed.violations or weighed.provisional)
 
     def _of_clipped(self) -> list[Violation]:
         found = []

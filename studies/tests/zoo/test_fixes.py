@@ -50,7 +50,7 @@ UNEDITED = {
         ),
         "the wrapper or the trace is what is wrong: another one is the remedy",
     ),
-    "jax-updates-thrown-away": "the optimizer of the small cases moves no parameter of JAX enough",
+    "jax-updates-thrown-away": "none of the small cases shows it",
 }
 """Bug -> why no edit of its loop is its remedy."""
 

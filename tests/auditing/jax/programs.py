@@ -188,6 +188,25 @@ for xs, ys in rows(6, 1):
     p, s = step(p, s, xs[0], ys[0])
 """,
     ),
+    "wrong_custom_vjp_in_a_branch": (
+        "wrong-backward",
+        """
+@jax.custom_vjp
+def square(x):
+    return x ** 2
+square.defvjp(lambda x: (x ** 2, x), lambda x, t: (t * x,))
+tx = optax.adam(1e-2); p = linear; s = tx.init(p)
+def loss(p, x, y):
+    off = x @ p["w"] + p["b"] - y
+    return jnp.mean(jax.lax.cond(x.sum() < 1e9, square, jnp.abs, off))
+@jax.jit
+def step(p, s, x, y):
+    u, s = tx.update(jax.grad(loss)(p, x, y), s, p)
+    return optax.apply_updates(p, u), s
+for xs, ys in rows(6, 1):
+    p, s = step(p, s, xs[0], ys[0])
+""",
+    ),
     "not_reduced_under_named_vmap": (
         "not-reduced",
         """
@@ -557,6 +576,38 @@ def single(p, s, x, y):
     return optax.apply_updates(p, u), s
 for xs, ys in rows(6, 1):
     p, s = single(p, s, xs[0], ys[0])
+""",
+    "wrong_custom_vjp_in_a_branch_that_is_not_taken": """
+@jax.custom_vjp
+def square(x):
+    return x ** 2
+square.defvjp(lambda x: (x ** 2, x), lambda x, t: (t * x,))
+tx = optax.adam(1e-2); p = linear; s = tx.init(p)
+def loss(p, x, y):
+    off = x @ p["w"] + p["b"] - y
+    return jnp.mean(jax.lax.switch(jnp.int32(x.sum() > 1e9), [jnp.abs, square], off))
+@jax.jit
+def step(p, s, x, y):
+    u, s = tx.update(jax.grad(loss)(p, x, y), s, p)
+    return optax.apply_updates(p, u), s
+for xs, ys in rows(6, 1):
+    p, s = step(p, s, xs[0], ys[0])
+""",
+    "counts_that_give_gradients_one_norm": """
+tx = optax.adam(1e-2); p = {"w": linear["w"]}; s = tx.init(p)
+def loss(p, x, y, m):
+    return (m * ((x @ p["w"])[:, 0] - y[:, 0]) ** 2).sum() / m.sum()
+@jax.jit
+def step(p, s, xs, ys, ms):
+    g = zeros(p)
+    for x, y, m in zip(xs, ys, ms):
+        g = add(g, scale(jax.grad(loss)(p, x, y, m), m.sum() / ms.sum()))
+    u, s = tx.update(g, s, p)
+    return optax.apply_updates(p, u), s
+for xs, ys in rows(6, 1):  # rows of zeros count, and add nothing to a gradient
+    x = np.stack([xs[0], -xs[0], xs[0] * np.float32([1, -1, 1, -1, 1, -1])]); y = np.stack([ys[0], -ys[0], 0 * ys[0]])
+    x[:, 4:] = 0; y[2] = y[0]
+    p, s = step(p, s, x, y, (np.arange(8) < np.array([[5], [6], [8]])).astype(np.float32))
 """,
     "seeds_under_vmap": """
 tx = optax.adam(1e-2)

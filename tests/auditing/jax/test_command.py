@@ -76,8 +76,21 @@ for xs, ys in rows(4, 1, size=16):
     p, s = step(p, s, xs[0], ys[0])
 """,
     ),
-    "pmap without a mean": (
+    "pmap with a mean of the loss alone": (
         ["not-reduced"],
+        """
+p, s = twice((linear, tx.init(linear)))
+@functools.partial(jax.pmap, axis_name="batch")
+def step(p, s, x, y):
+    loss, g = jax.value_and_grad(mse)(p, x, y)
+    u, s = tx.update(g, s, p)
+    return optax.apply_updates(p, u), s, jax.lax.pmean(loss, "batch")
+for xs, ys in rows(4, 2):
+    p, s, loss = step(p, s, xs, ys)
+""",
+    ),
+    "pmap in which devices have nothing in common": (
+        [],
         """
 p, s = twice((linear, tx.init(linear)))
 @functools.partial(jax.pmap, axis_name="batch")
