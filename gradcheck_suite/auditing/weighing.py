@@ -694,7 +694,8 @@ def _named(objectives: Sequence[Objective]) -> Diagnosis:
         for one in objectives
         for p in one.parts
     )
-    for pattern in PATTERNS if summed else ():
+    patterns = PATTERNS if summed else ()
+    for pattern in patterns:
         if pattern.holds(found):
             return Diagnosis(pattern.name, f"{pattern.says}: {said}")
     named = diagnose(
