@@ -749,7 +749,12 @@ class TorchAudit:
             running.record.modes.add((module, training))
             place = running.record.place
             step = self._recorder.steps_seen
-            self._modes.ran(place, module, training=training, step=step)
+            self._modes.ran(
+                place,
+                module,
+                training=training,
+                step=step,
+            )
 
     def _observed(self) -> Running | None:
         recorder = self._recorder

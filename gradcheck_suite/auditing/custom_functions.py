@@ -368,7 +368,13 @@ def _of_argument(
     on_purpose = list[float]()
     for number in range(DIRECTIONS):
         # every gradient lies in memory as the one that came; half of the lines go uphill
-        line = _Line(subject, point, index, generator, uphill=bool(number % 2))
+        line = _Line(
+            subject,
+            point,
+            index,
+            generator,
+            uphill=bool(number % 2),
+        )
         found = line.compared(steps)
         if isinstance(found, str):
             notes.append(found)
@@ -403,7 +409,14 @@ def _of_what_arrived(
     """
     found = list[float]()
     for _ in range(DIRECTIONS):
-        line = _Line(subject, point, index, generator, uphill=True, as_arrived=True)
+        line = _Line(
+            subject,
+            point,
+            index,
+            generator,
+            uphill=True,
+            as_arrived=True,
+        )
         compared = line.compared_as_a_whole(steps)
         if isinstance(compared, Ratio):
             found.append(compared.ratio)
@@ -759,7 +772,12 @@ def _of_own_dtype(call: Call) -> Fault | None:
         cotangents = [
             torch.randn(o.shape, generator=generator).to(o) for o in subject.outputs(point)
         ]
-        here = _gradients(subject, point, cotangents, seed=0)
+        here = _gradients(
+            subject,
+            point,
+            cotangents,
+            seed=0,
+        )
         moved = []
         for _ in range(NUDGES):
             near = [

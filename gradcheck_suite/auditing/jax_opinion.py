@@ -225,6 +225,11 @@ def _by_jax(call: Part, functions: frozenset[type]) -> tuple[dict[str, torch.Ten
         return torch.stack(products).sum()
 
     batch = {"arguments": call.forward.arguments, "gradients": call.cotangents}
-    lowered: Lowered = lower(model, loss, batch, own_backwards=functions)
+    lowered: Lowered = lower(
+        model,
+        loss,
+        batch,
+        own_backwards=functions,
+    )
     _, gradients, _ = lowered.value_and_gradient(*arguments_of(model, batch))
     return {name: torch.from_numpy(g.copy()) for name, g in gradients.items()}, bool(lowered.narrow)

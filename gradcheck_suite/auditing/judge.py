@@ -551,7 +551,13 @@ class Judge:
         if need in STEP_ALONE:
             self.skipped[window.number] = found
             return
-        part = Unknown(BOTH, str(window.where), found.sentence, found.remedy, name=found.name)
+        part = Unknown(
+            BOTH,
+            str(window.where),
+            found.sentence,
+            found.remedy,
+            name=found.name,
+        )
         self._unknown[part] += 1
         self.skipped[window.number] = part.found
 
@@ -781,7 +787,12 @@ class Judge:
         read_joined(window.passes, used)
         scaled = [{source: c * f / scale for source, c in used.items()} for f in factors]
         readings = [reading_weights.read(window.passes, one, tasks, window.error) for one in scaled]
-        return Pending(window, used, readings, factors[0])
+        return Pending(
+            window,
+            used,
+            readings,
+            factors[0],
+        )
 
     def _is_sum(self, made: Sequence[Pending]) -> bool:
         """Return whether gradients that are put together by hand are sums over the micro-batches of
@@ -1013,4 +1024,12 @@ class Judge:
                 window = replace(last, passes=left)
                 lost = Sighting({"lost": counted(len(left), "micro-batch")})
                 violation = violation_of(TAIL.fault(lost), window, window.where)
-                self.add(replace(violation, window=None, found_after=None, step=None, stepped=None))
+                self.add(
+                    replace(
+                        violation,
+                        window=None,
+                        found_after=None,
+                        step=None,
+                        stepped=None,
+                    )
+                )

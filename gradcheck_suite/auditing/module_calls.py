@@ -236,7 +236,15 @@ class ModuleCall:
             arguments = [_copy_of(value) for value in self.given]
         if self.kept.parameters and point != self.point:
             parameters = _copies(self.module.parameters())
-        self.at_backward.append(AtBackward(inputs, point, steps, arguments, parameters))
+        self.at_backward.append(
+            AtBackward(
+                inputs,
+                point,
+                steps,
+                arguments,
+                parameters,
+            )
+        )
 
 
 def _copy_of(value: Any) -> Any:
@@ -1118,7 +1126,12 @@ class _Replacements:
             leaf = _of_class(v, _nudged(now, generator, unit).detach()).requires_grad_(need)
             # what comes from a layer before is no leaf, and a module may write to it
             values.append(leaf.clone() if need else leaf)
-        return _Replacements(real, leaves, tensors, values)
+        return _Replacements(
+            real,
+            leaves,
+            tensors,
+            values,
+        )
 
     def write(self, at_backward: Sequence[AtBackward]) -> None:
         """Write what the program had written between the call and its backward."""
@@ -1153,7 +1166,12 @@ def _differentiate(
         for index, given in zip(cotangents, scaled, strict=True):
             outputs[index].register_hook(functools.partial(receive, index, given))
         scaled = [torch.zeros_like(given) for given in scaled]
-    gradients = torch.autograd.grad(found, made.leaves, scaled, allow_unused=True)
+    gradients = torch.autograd.grad(
+        found,
+        made.leaves,
+        scaled,
+        allow_unused=True,
+    )
     # a product, since rows that are compressed cannot be divided; the scale is a power of two
     both = zip(made.real, gradients, strict=True)
     result.gradients = {id(p): g * (1 / how.scale) for p, g in both if g is not None}

@@ -42,7 +42,12 @@ class RandomState:
         """Return the present states."""
         used = torch.cuda.is_available() and torch.cuda.is_initialized()
         devices = tuple(torch.cuda.get_rng_state_all()) if used else ()
-        return RandomState(torch.get_rng_state(), devices, np.random.get_state(), random.getstate())
+        return RandomState(
+            torch.get_rng_state(),
+            devices,
+            np.random.get_state(),
+            random.getstate(),
+        )
 
     def set(self) -> None:
         """Set the generators to these states."""
@@ -341,7 +346,13 @@ class ProgramState:
         elif value.layout == torch.strided:
             # the version too: the program's own backward raises if a saved tensor has another one
             version = None if value.is_inference() else value._version
-            self.undo.callback(_set_tensor, value, value.data, value.data.clone(), version)
+            self.undo.callback(
+                _set_tensor,
+                value,
+                value.data,
+                value.data.clone(),
+                version,
+            )
 
 
 def _is_users_class(kind: type) -> bool:

@@ -151,7 +151,14 @@ def parts_of(
                 raise NotRecomputed(forward.refusal)
             if forward.changed:
                 raise _input_changed([forward])
-            parts.append(Part(forward, dict(received), index, weight))
+            parts.append(
+                Part(
+                    forward,
+                    dict(received),
+                    index,
+                    weight,
+                )
+            )
     return parts
 
 
@@ -500,7 +507,13 @@ def compare(
     }
     # a gradient that is not finite is compared with nothing
     finite = {key: value for key, value in off.items() if not math.isnan(value)}
-    ratios = exceeding(finite, allowed, total.gradients, lambda seed: draws(seed).gradients, factor)
+    ratios = exceeding(
+        finite,
+        allowed,
+        total.gradients,
+        lambda seed: draws(seed).gradients,
+        factor,
+    )
     error = math.hypot(*off.values()) / size if size else 0.0
     worst = max(ratios, key=ratios.__getitem__, default=None)
     return Difference(error, worst, ratios[worst] if worst is not None else 0.0)

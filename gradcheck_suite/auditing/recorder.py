@@ -224,7 +224,12 @@ class Engine(_engine_class):  # type: ignore[misc]
             # of a run that is only counted each pass and step comes by here
             if kwargs.get("accumulate_grad", False):
                 recorder.count_pass()
-            return _run_backward(self, tensors, *args, **kwargs)
+            return _run_backward(
+                self,
+                tensors,
+                *args,
+                **kwargs,
+            )
         # dynamo traces Python that runs while it compiles, and a window that is computed again is
         # nobody's pass
         if recorder is None or recorder.is_silent or torch.compiler.is_dynamo_compiling():
@@ -661,7 +666,12 @@ class Recorder:
         self._end_of_stacks()
         is_kept = accumulates or any(isinstance(p, torch.nn.Parameter) for p in inputs)
         if is_kept:
-            record = PassRecord(here(), accumulates, loop=loop_here(), reset=self._reset)
+            record = PassRecord(
+                here(),
+                accumulates,
+                loop=loop_here(),
+                reset=self._reset,
+            )
             self._reset = None
         else:
             record = PassRecord(NOWHERE, False)  # of which nothing is kept

@@ -373,7 +373,12 @@ class Replay:
         kept = self._kept(rank, measured)
         found = {
             key: (
-                Explanation(SAME, 1.0, self._states[rank][key].coefficients, now)
+                Explanation(
+                    SAME,
+                    1.0,
+                    self._states[rank][key].coefficients,
+                    now,
+                )
                 if key in kept
                 else self._explain(rank, key, now, inside=inside)
             )
@@ -432,14 +437,35 @@ class Replay:
         tolerance = self.tolerance(key)
         cut, then = alike(now, state.sample)
         if not is_finite(cut):
-            return Explanation(NOT_FINITE, 1.0, {}, now)
+            return Explanation(
+                NOT_FINITE,
+                1.0,
+                {},
+                now,
+            )
         is_empty = not size(cut)
         if is_empty and (size(then) or not state.coefficients):
-            return Explanation(RESET, 0.0, {}, now)
+            return Explanation(
+                RESET,
+                0.0,
+                {},
+                now,
+            )
         if is_empty or distance(then, cut) <= 1e-3 * tolerance:
-            return Explanation(SAME, 1.0, state.coefficients, now)
+            return Explanation(
+                SAME,
+                1.0,
+                state.coefficients,
+                now,
+            )
         if self.ranks > 1 and not state.shard:
-            found = self._reduction(key, cut, then, tolerance, sure=sure)
+            found = self._reduction(
+                key,
+                cut,
+                then,
+                tolerance,
+                sure=sure,
+            )
             if found is not None:
                 return Explanation(REDUCED, *found, now)
         # a parameter of few elements may be a multiple of anything
@@ -448,12 +474,27 @@ class Replay:
         for index, result in results.items():
             written = factor(now, result, tolerance)
             if written is not None and (tells or near(written, 1.0, 1e-3 * tolerance)):
-                return Explanation(WRITTEN, 1.0, {(rank, index): written}, now)
+                return Explanation(
+                    WRITTEN,
+                    1.0,
+                    {(rank, index): written},
+                    now,
+                )
         multiplied = factor(cut, then, tolerance)
         if multiplied is not None and (tells or not results):
             scaled = {source: c * multiplied for source, c in state.coefficients.items()}
-            return Explanation(FACTOR, multiplied, scaled if inside else state.coefficients, now)
-        return Explanation(EDITED, 1.0, {(rank, UNKNOWN): 1.0}, now)
+            return Explanation(
+                FACTOR,
+                multiplied,
+                scaled if inside else state.coefficients,
+                now,
+            )
+        return Explanation(
+            EDITED,
+            1.0,
+            {(rank, UNKNOWN): 1.0},
+            now,
+        )
 
     def _results(self, rank: int, key: int, state: State) -> dict[int, Vector]:
         """Return what `torch.autograd.grad` gave for a parameter after the last pass that stands in
@@ -529,7 +570,15 @@ class Replay:
         seen.reduced = seen.reduced or seen.by_hooks
         # hundreds of windows are kept: what arrived is in the states now, and only where it arrived
         # is asked for
-        self.passes[index].records = [replace(record, was={}, now={}, raw={}) for record in records]
+        self.passes[index].records = [
+            replace(
+                record,
+                was={},
+                now={},
+                raw={},
+            )
+            for record in records
+        ]
         return index
 
     def _note_alike(self, records: Sequence[PassRecord]) -> None:
@@ -1084,14 +1133,30 @@ class Replay:
                 # as if it were no noise that the elements average out, but a direction, such as
                 # that of the parameters; and two coefficients may be off in opposite directions
                 bound = 2 * math.sqrt(rows) * left * float(spread.max())
-                return Fit(*of, solution, np.full(number, bound), is_exact=True)
+                return Fit(
+                    *of,
+                    solution,
+                    np.full(number, bound),
+                    is_exact=True,
+                )
         noisy = fitted(arrivals, target)
         if noisy is None:
-            return Fit(*of, np.zeros(number), np.zeros(number), is_exact=True)
+            return Fit(
+                *of,
+                np.zeros(number),
+                np.zeros(number),
+                is_exact=True,
+            )
         solution, residual, spread = noisy
         deviation = np.sqrt((residual * residual).sum() / (len(residual) - number))
         share = float(np.hypot.reduce(residual) / (np.hypot.reduce(target) or 1.0))
-        return Fit(*of, solution, SIGNIFICANT * deviation * spread, is_exact=False, left=share)
+        return Fit(
+            *of,
+            solution,
+            SIGNIFICANT * deviation * spread,
+            is_exact=False,
+            left=share,
+        )
 
     def _leave(self, window: StepWindow, steps: Sequence[StepRecord]) -> None:
         """Set the states that a step leaves behind, and forget what no later step can ask for."""

@@ -457,7 +457,14 @@ def _fitting(
     are_divided = bool(what) and any(map(_has_its_share, use.together))
     is_unclear = bool(use.others) or changes or are_divided or _may_be_own(e, cause, what)
     why = reading.says.format(r=use.length, ranks=ranks)
-    return Read(reading.value(use, ranks), what, why, cause, len(fitting), is_unclear)
+    return Read(
+        reading.value(use, ranks),
+        what,
+        why,
+        cause,
+        len(fitting),
+        is_unclear,
+    )
 
 
 def _has_its_share(use: Use) -> bool:
@@ -954,11 +961,22 @@ def _wrong(
     *causes: str,
     called: str = "wrong-scale",
 ) -> Rule[E]:
-    return Rule(name, called, holds, says, causes=causes)
+    return Rule(
+        name,
+        called,
+        holds,
+        says,
+        causes=causes,
+    )
 
 
 def _silent(name: str, holds: Callable[[E], Seen]) -> Rule[E]:
-    return Rule(name, "coefficient", holds, is_silent=True)
+    return Rule(
+        name,
+        "coefficient",
+        holds,
+        is_silent=True,
+    )
 
 
 _LEFT_IN = (

@@ -204,7 +204,12 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         from gradcheck_suite.auditing.jax.run import JaxAudit
 
         if self._jax is None:
-            self._jax = JaxAudit(self.options, self._name, self._tell, self._remark)
+            self._jax = JaxAudit(
+                self.options,
+                self._name,
+                self._tell,
+                self._remark,
+            )
             self._jax.open()
 
     def _on_import(self, name: str) -> None:

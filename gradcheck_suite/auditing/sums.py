@@ -770,7 +770,13 @@ def _edits(e: E) -> Change | None:
     """Return where `.grad` may have been edited between the passes."""
     if len(e.required) < 2:
         return None
-    return _between(e, e.required[0], e.record(e.required[-1]), is_edit, "edit")
+    return _between(
+        e,
+        e.required[0],
+        e.record(e.required[-1]),
+        is_edit,
+        "edit",
+    )
 
 
 def _is_clipping(e: E) -> bool:
@@ -778,7 +784,13 @@ def _is_clipping(e: E) -> bool:
     edits = _edits(e)
     if edits is None:
         return False
-    clips = _between(e, e.required[0], e.record(e.required[-1]), is_clipping, "edit")
+    clips = _between(
+        e,
+        e.required[0],
+        e.record(e.required[-1]),
+        is_clipping,
+        "edit",
+    )
     return clips is not None and edits.lines == clips.lines
 
 
@@ -792,7 +804,13 @@ def _between(
     before = e.record(first)
     same_loop = before.loop is not None and before.loop == after.loop
     step = e.window.step.place
-    lines = lines_between(is_one, before.place, after.place, step, same_loop=same_loop)
+    lines = lines_between(
+        is_one,
+        before.place,
+        after.place,
+        step,
+        same_loop=same_loop,
+    )
     return Change(what, lines) if 0 < len(lines) <= MOST_LINES else None
 
 
@@ -851,15 +869,35 @@ _DROPPED = "some backward passes of the window are not in the gradient"
 
 
 def _clipped(name: str, holds: Callable[[E], Found], needs: Sequence[Need[E]] = ()) -> Rule[E]:
-    return Rule(name, "clipped", holds, _CLIPPED, needs, causes=("in-audit",))
+    return Rule(
+        name,
+        "clipped",
+        holds,
+        _CLIPPED,
+        needs,
+        causes=("in-audit",),
+    )
 
 
 def _rescaled(name: str, holds: Callable[[E], Found], needs: Sequence[Need[E]] = ()) -> Rule[E]:
-    return Rule(name, "rescaled-accumulator", holds, _REPEATED_RESCALING, needs)
+    return Rule(
+        name,
+        "rescaled-accumulator",
+        holds,
+        _REPEATED_RESCALING,
+        needs,
+    )
 
 
 def _changed(name: str, holds: Callable[[E], Found], needs: Sequence[Need[E]] = ()) -> Rule[E]:
-    return Rule(name, "not-linear", holds, _CHANGED, needs, causes=("between-passes",))
+    return Rule(
+        name,
+        "not-linear",
+        holds,
+        _CHANGED,
+        needs,
+        causes=("between-passes",),
+    )
 
 
 ALL_RESET = Rule[E](

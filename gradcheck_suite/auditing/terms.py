@@ -569,7 +569,12 @@ class _Weights:
     def of(read: Vector) -> _Weights:
         """Return the four numbers, once they were read."""
         number, total, largest, smallest = read.tolist()
-        return _Weights(number, total, largest, smallest if number else 0.0)
+        return _Weights(
+            number,
+            total,
+            largest,
+            smallest if number else 0.0,
+        )
 
 
 def _rows_with_weight(rows: torch.Tensor) -> torch.Tensor:
@@ -636,7 +641,12 @@ class Reader:
     def _vector(self, node: Any, index: int, above: Numbers) -> None:
         """Read a tensor of several elements that goes backward with a gradient that was given."""
         found = _Found(Term(("given",), counts={"elements": elements(node, index)}), above=above)
-        self._items(found, node, index, weighted=False)
+        self._items(
+            found,
+            node,
+            index,
+            weighted=False,
+        )
         self._add(found, node, index)
 
     def _scalar(self, node: Any, index: int, above: Numbers) -> None:
@@ -740,7 +750,13 @@ class Reader:
         if name.startswith("Nll"):
             term.counts["elements"] /= shape[1] if len(shape) > 1 else max(shape[0], 1)
             if _is_packed(node, "total_weight"):
-                self._hook(node, found, "rows", 0, of_inputs=True)
+                self._hook(
+                    node,
+                    found,
+                    "rows",
+                    0,
+                    of_inputs=True,
+                )
             else:
                 found.seen["total_weight"] = node._saved_total_weight.detach()
         self._add(found, node, index)

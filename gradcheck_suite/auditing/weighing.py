@@ -378,16 +378,35 @@ def _note_unknown(
             if term.opaque:
                 remedy = DECLARE if term.expression[0] != "given" else ""
                 place = str(record.place)
-                one_loss = Unknown("weights", place, term.opaque, remedy, name="unreadable-loss")
+                one_loss = Unknown(
+                    "weights",
+                    place,
+                    term.opaque,
+                    remedy,
+                    name="unreadable-loss",
+                )
                 unreadable.add(one_loss)
             elif term.partial:
-                partial.add(Unknown("weights", str(record.place), PARTIAL, name="joined-items"))
+                partial.add(
+                    Unknown(
+                        "weights",
+                        str(record.place),
+                        PARTIAL,
+                        name="joined-items",
+                    )
+                )
     if one.length > 1:
         result.unknown.update(unreadable | partial)
         result.notes.update(_repeated_outside(one, [*records.values()], name_of))
     reason = "the number of terms differs between micro-batches"
     uneven = [
-        Unknown("weights", str(one.place), reason, DECLARE, name="uneven-terms")
+        Unknown(
+            "weights",
+            str(one.place),
+            reason,
+            DECLARE,
+            name="uneven-terms",
+        )
         for one in found
         if one.status == UNEVEN
     ]
@@ -533,7 +552,12 @@ def _of_weights(fault: StepFault, use: Use, rows: tuple[Weight, ...]) -> Violati
     loss = use.objective.line if use.alone else place_of_loss(use.window, use.objective.place)
     change = _division(fault, use, loss)
     violation = violation_of(replace(fault, change=change), use.window, use.objective.place)
-    found = replace(violation, error=error, allowed=allowed, weights=rows)
+    found = replace(
+        violation,
+        error=error,
+        allowed=allowed,
+        weights=rows,
+    )
     return replace(found, loss=loss) if change else replace(found, where=loss)
 
 
@@ -709,7 +733,12 @@ def _weights(objective: Objective, count: str, empty: Collection[Source] = ()) -
     among them.
     """
     numbers = [part.term.counts.get(count, 0.0) for part in objective.parts]
-    return evidence(objective.parts, objective.weights, numbers, empty=empty)
+    return evidence(
+        objective.parts,
+        objective.weights,
+        numbers,
+        empty=empty,
+    )
 
 
 def _of_scale(scale: Scale) -> Violation:

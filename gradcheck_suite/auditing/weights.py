@@ -193,7 +193,14 @@ def compare(parts: Sequence[Part], key: Key = ()) -> Objective:
         )
         counts = {name: [level[depth][1][name] for level in levels] for name in names}
         if spread(weights) <= tolerance:
-            best = best or Objective(key, parts, EQUAL, {}, weights[0], counts)
+            best = best or Objective(
+                key,
+                parts,
+                EQUAL,
+                {},
+                weights[0],
+                counts,
+            )
             at = "" if best.counts is counts else f"@{depth}"
             found = {name + at: weights[0] * sum(count) for name, count in counts.items()}
             best = replace(best, coefficients={**best.coefficients, **found})
@@ -224,7 +231,12 @@ def _by_counts(
             f"the number of {WORDS[other]}, not of {WORDS[name]}": counts[other]
             for other in sorted(others)
         }
-        w = evidence(parts, weights, count, beside=beside)
+        w = evidence(
+            parts,
+            weights,
+            count,
+            beside=beside,
+        )
         # whatever C is, these weigh C together
         whole = float(w.per_mean.sum()) or 1.0
         named = diagnose(replace(w, observed=w.observed / whole), only=(MEAN_OF_MEANS, WRONG_COUNT))
@@ -328,7 +340,13 @@ def _plain(terms: Sequence[Term]) -> Term:
     scaled = [replace(term, weight=(term.weight or 0.0) * term.factor) for term in terms]
     factor = _mass(scaled) / total if total else 1.0
     hides = any(term.hides for term in terms)
-    return replace(first, deeper=(), item=None, factor=factor, hides=hides)
+    return replace(
+        first,
+        deeper=(),
+        item=None,
+        factor=factor,
+        hides=hides,
+    )
 
 
 def _as_chunks(plain: Term, terms: Sequence[Term]) -> Term | None:
@@ -420,7 +438,15 @@ def _in_modes(
             continue
         found[mode] = [
             compare(
-                [Part(s, terms[k], coefficients[s], error) for s, terms in table.items()],
+                [
+                    Part(
+                        s,
+                        terms[k],
+                        coefficients[s],
+                        error,
+                    )
+                    for s, terms in table.items()
+                ],
                 (*top, mode, k),
             )
             for k in range(*columns)
@@ -429,7 +455,15 @@ def _in_modes(
         if mode == BATCH and first.status == UNEQUAL and first.named is None:
             every = list[Part]()
             for source, terms in by_pass.items():
-                every += [Part(source, term, coefficients[source], error) for term in terms]
+                every += [
+                    Part(
+                        source,
+                        term,
+                        coefficients[source],
+                        error,
+                    )
+                    for term in terms
+                ]
             found[mode] = _of_heads(every, first, is_uneven=len(numbers) > 1)
     return found
 

@@ -71,4 +71,10 @@ def judge_function(
     """
     environment.set_precision()
     pair, notes = as_port(raised(label, in_double()(make)), make)
-    return judged(pair, notes, label, options or PortOptions(), baseline)
+    return judged(
+        pair,
+        notes,
+        label,
+        options or PortOptions(),
+        baseline,
+    )

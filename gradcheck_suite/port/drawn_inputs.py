@@ -112,10 +112,20 @@ class DrawnInputs:
 
         phases = (Phase.generate, Phase.shrink)
         count = self.options.examples
-        how = settings(max_examples=count, database=None, deadline=None, phases=phases)
+        how = settings(
+            max_examples=count,
+            database=None,
+            deadline=None,
+            phases=phases,
+        )
         # flaky where the budget was spent while Hypothesis shrank
         with suppress(errors.NoSuchExample, errors.Flaky):
-            find(strategy, differs, settings=how, random=Random(self.options.seed))
+            find(
+                strategy,
+                differs,
+                settings=how,
+                random=Random(self.options.seed),
+            )
         return self._described()
 
     @property

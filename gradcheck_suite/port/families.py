@@ -144,7 +144,12 @@ def chosen_before(search: Search, place: int) -> Iterator[Hypothesis]:
         parameter = next((r for r in refs if r.kind == "state"), None)
         if hypothesis.cause == "missing-transpose" and parameter is not None:
             path = str(parameter.index).rpartition(".")[0]
-            hypothesis = replace(hypothesis, cause="weight-transposed", kind="load", path=path)
+            hypothesis = replace(
+                hypothesis,
+                cause="weight-transposed",
+                kind="load",
+                path=path,
+            )
         yield hypothesis
 
 
@@ -227,7 +232,12 @@ def _top(search: Search, ref: Any, result: int) -> _Top | None:
             given = Given(call, call.args, call.kwargs)
             if ref.index != result:
                 return None
-            return _Top(call.args[0], Ref(ref.kind, 0), given.dim, bool(given.largest))
+            return _Top(
+                call.args[0],
+                Ref(ref.kind, 0),
+                given.dim,
+                bool(given.largest),
+            )
         if len(call.refs) != 1 or search.matching.status[ref.kind] is False:
             return None
         ref = call.refs[0]
@@ -925,11 +935,22 @@ def _started_at_zero(search: Search, start: Ref, value: Ref, end: int) -> Hypoth
         outs = flat(call.op(*args, **kwargs))
         before = outs[start.index]
         instead = {start: torch.zeros_like(before), value: before}
-        outs[start.index] = _ahead(search, end, made_by + 1, instead, get)
+        outs[start.index] = _ahead(
+            search,
+            end,
+            made_by + 1,
+            instead,
+            get,
+        )
         return outs
 
     words = "a recurrence that starts at zero, not at its first value"
-    return Hypothesis("initial-accumulator", words, {made_by: stepped}, at=end)
+    return Hypothesis(
+        "initial-accumulator",
+        words,
+        {made_by: stepped},
+        at=end,
+    )
 
 
 def gathered(search: Search, place: int) -> Iterator[Hypothesis]:
@@ -1029,10 +1050,22 @@ def _of(search: Search, place: int, ref: Ref, transform: Alteration) -> Hypothes
         return Hypothesis(cause, words, {ref.kind: of_result(transform.make, ref.index)})
     leaves = {(ref.kind, ref.index): transform.make}
     if ref.kind != "state":
-        return Hypothesis(cause, words, {}, leaves)
+        return Hypothesis(
+            cause,
+            words,
+            {},
+            leaves,
+        )
     path = str(ref.index).rpartition(".")[0]
     kind = "forward" if cause in _USED_OTHERWISE else "load"
-    return Hypothesis(cause, words, {}, leaves, kind=kind, path=path)
+    return Hypothesis(
+        cause,
+        words,
+        {},
+        leaves,
+        kind=kind,
+        path=path,
+    )
 
 
 _WEIGHTS = {

@@ -403,7 +403,12 @@ class Stored:
     def __call__(self, *arguments: Any) -> Any:
         """Return what the function returns, in numpy arrays."""
         arrays = [np.asarray(a) for a in jax.tree.leaves(arguments)]
-        out = PROGRAMS.run(self._request, *arrays, store=self._store, few=True)
+        out = PROGRAMS.run(
+            self._request,
+            *arrays,
+            store=self._store,
+            few=True,
+        )
         return jax.tree.unflatten(self._structure, [np.asarray(o) for o in out])
 
 
@@ -545,7 +550,13 @@ class JaxProgram:
         for k, slope in zip(floats, slopes[0], strict=True):
             gradients[self._numbers[k]] = slope
         by_input = dict(zip(real, slopes[1], strict=True))
-        return JaxRun(rest[: self.outs], rest[self.outs :], float(total), gradients, by_input)
+        return JaxRun(
+            rest[: self.outs],
+            rest[self.outs :],
+            float(total),
+            gradients,
+            by_input,
+        )
 
     def ends(self, leaves: Any, inputs: Any, targets: Any) -> tuple[list[Array], float]:
         """Return the outputs and the loss."""

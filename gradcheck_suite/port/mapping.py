@@ -382,7 +382,16 @@ class StateMap:
             double = where >= self.size
             other[double] = second[where[double] - self.size]
             where[double] = first[where[double] - self.size]
-            found.append(Leaf(path, np.shape(values[0]), where, other, factor, offset))
+            found.append(
+                Leaf(
+                    path,
+                    np.shape(values[0]),
+                    where,
+                    other,
+                    factor,
+                    offset,
+                )
+            )
         return found
 
     def _pairs(self) -> tuple[Array, Array]:

@@ -86,12 +86,23 @@ def _norm(
     """
     eps = a.values.get("eps") or torch.finfo(torch.float64).eps
     if groups or "group" in a.values:
-        return _group_norm(a, groups or a.group, eps, apart=apart, **how)
+        return _group_norm(
+            a,
+            groups or a.group,
+            eps,
+            apart=apart,
+            **how,
+        )
     if "normalized_shape" in a.values:
         how.setdefault("centre", "bias" in a.values)  # an RMS norm has none
         axes = range(-len(a.normalized_shape), 0) if over is None else over
         return _scaled(a, plain_norm(a.first, axes, eps, **how))
-    return _batch_norm(a, eps, running=not _trains(a) if running is None else running, **how)
+    return _batch_norm(
+        a,
+        eps,
+        running=not _trains(a) if running is None else running,
+        **how,
+    )
 
 
 def _group_norm(a: Given, n: int, eps: float, *, apart: bool, **how: Any) -> Any:
@@ -167,13 +178,33 @@ def _convolution(a: Given, low: Any, *, flip: bool = False, **others: Any) -> An
     conv = torch.ops.aten.convolution
     if a.transposed:
         more = [max(s, 2) - 1 for s in stride]
-        whole = conv(a.input, weight, a.bias, stride, [0] * n, dilation, True, more, a.groups)
+        whole = conv(
+            a.input,
+            weight,
+            a.bias,
+            stride,
+            [0] * n,
+            dilation,
+            True,
+            more,
+            a.groups,
+        )
         return whole[(..., *[slice(b, b + s) for b, s in zip(lows, size, strict=True)])]
     for i in reversed(range(n)):
         need = (size[i] - 1) * stride[i] + dilation[i] * (weight.shape[2 + i] - 1) + 1
         pads += [lows[i], need - a.input.shape[2 + i] - lows[i]]
     x = F.pad(a.input, pads, **({"mode": others["mode"]} if "mode" in others else {}))
-    return conv(x, weight, a.bias, stride, [0] * n, dilation, False, [0] * n, a.groups)
+    return conv(
+        x,
+        weight,
+        a.bias,
+        stride,
+        [0] * n,
+        dilation,
+        False,
+        [0] * n,
+        a.groups,
+    )
 
 
 def _lows(a: Given, out: Any) -> Iterable[int]:
@@ -379,7 +410,12 @@ def _reduced(a: Given, kind: str) -> Any:
 def _along(a: Given, over: list[int], *, keep: bool = False) -> Any:
     """Return the call's own reduction, over other axes."""
     more = {name: v for name, v in a.values.items() if name not in ("self", "dim", "keepdim")}
-    found = a.call.op.overloadpacket(a.first, dim=over, keepdim=keep, **more)
+    found = a.call.op.overloadpacket(
+        a.first,
+        dim=over,
+        keepdim=keep,
+        **more,
+    )
     return found if keep else found.reshape(a.out().shape)
 
 
@@ -441,7 +477,13 @@ _LOSS = ".*_loss|nll_loss.*|kl_div|binary_cross_entropy.*"
 
 
 def _each(a: Given) -> Any:
-    return F.nll_loss(a.self, a.target, a.weight, reduction="none", ignore_index=a.ignore_index)
+    return F.nll_loss(
+        a.self,
+        a.target,
+        a.weight,
+        reduction="none",
+        ignore_index=a.ignore_index,
+    )
 
 
 def smoothed(logp: Any, target: Any, eps: float, *, others: bool, weight: Any, ignore: int) -> Any:
@@ -617,7 +659,13 @@ def _argument(cause: str, operations: str, name: str, values: Options) -> Row:
         ]
 
     words = f"no {name}" if values == (None,) else f"{name} {{}} instead of {{given.{name}}}"
-    return Row(cause, operations, words, lambda a, value: a.every(**{name: value}), others)
+    return Row(
+        cause,
+        operations,
+        words,
+        lambda a, value: a.every(**{name: value}),
+        others,
+    )
 
 
 FORMULAS = (

@@ -321,7 +321,12 @@ class JaxModel:
             mutable = [name for name in params if name != "params"] if self._pair.train else []
             if not mutable:
                 return self._model.apply(params, *inputs, **how), []
-            out, updated = self._model.apply(params, *inputs, mutable=mutable, **how)
+            out, updated = self._model.apply(
+                params,
+                *inputs,
+                mutable=mutable,
+                **how,
+            )
             return out, jax.tree.leaves(updated)
         if self.library == "nnx":
             nnx = self._nnx()

@@ -422,7 +422,13 @@ class Search:
         error = self._off(run, side)
         looked = sorted({place, *self.region[:60]})
         new = {i: self.matching.is_new(run.seen[i], self.matching.run.seen[i]) for i in looked}
-        return Found(hypothesis, place, error, [i for i in looked if new[i]], run)
+        return Found(
+            hypothesis,
+            place,
+            error,
+            [i for i in looked if new[i]],
+            run,
+        )
 
     def _everywhere(self, found: Found) -> Found:
         """Return a change also at the other calls of its line: those of other time steps, and of
@@ -505,7 +511,13 @@ class Search:
         changes = self.repairs.plus(hypothesis).changes
         try:
             with torch.no_grad():
-                return recomputed(self.program, place, self._affected_by(hypothesis), get, changes)
+                return recomputed(
+                    self.program,
+                    place,
+                    self._affected_by(hypothesis),
+                    get,
+                    changes,
+                )
         except RAISED:
             return None
         except Exception as error:

@@ -283,7 +283,13 @@ class Sides:
         outs, loss, results = ran
         values = [r.value for r in results]
         equations = [r.equation for r in results]
-        return Side([*values, *more], [*equations, *[None] * len(more)], outs, loss, tolerance)
+        return Side(
+            [*values, *more],
+            [*equations, *[None] * len(more)],
+            outs,
+            loss,
+            tolerance,
+        )
 
     def witnesses(self, point: Point) -> Iterator[Witness]:
         """Yield other parameters at a point, and the other points: what is said of one holds at all
@@ -449,10 +455,22 @@ class Sides:
         bounds.gradients = {n: 10 * RESOLUTION * size + least for n, size in sizes.items()}
         for draw in range(2):
             moved, others = self._rounded(program, base, draw)
-            self._add(bounds, outputs_error(base.outs, moved.outs), slopes, others, MARGIN)
+            self._add(
+                bounds,
+                outputs_error(base.outs, moved.outs),
+                slopes,
+                others,
+                MARGIN,
+            )
         if tables := self._tables(program):
             moved, others = self.slopes(program, Repairs(), tables)
-            self._add(bounds, outputs_error(base.outs, moved.outs), slopes, others, 1.0)
+            self._add(
+                bounds,
+                outputs_error(base.outs, moved.outs),
+                slopes,
+                others,
+                1.0,
+            )
             bounds.rounded = True
         unit = UNIT_ROUNDOFF["float32"]
         moves = {
@@ -467,7 +485,13 @@ class Sides:
             off = outputs_error([*run.outs, run.loss], [*shifted.outs, shifted.loss])
             before = self.gradients(run)
             after = self.gradients(shifted)
-            self._add(bounds, off + TABLE_MARGIN * unit, before, after, 1.0)
+            self._add(
+                bounds,
+                off + TABLE_MARGIN * unit,
+                before,
+                after,
+                1.0,
+            )
             bounds.rounded = True
         return bounds
 
@@ -590,7 +614,12 @@ def _slopes_by(run: TorchRun, keys: Mapping[str, Any]) -> dict[str, Array]:
     if not run.loss.requires_grad:
         return {}
     tensors = [run.leaves[k] for k in keys.values()]
-    found = torch.autograd.grad(run.loss, tensors, allow_unused=True, retain_graph=True)
+    found = torch.autograd.grad(
+        run.loss,
+        tensors,
+        allow_unused=True,
+        retain_graph=True,
+    )
     return {n: array(g) for n, g in zip(keys, found, strict=True) if g is not None}
 
 

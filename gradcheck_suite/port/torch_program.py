@@ -625,7 +625,13 @@ class TorchProgram:
                 else made
             )
             seen.append(copies)
-        return TorchRun(values, seen, [get(r) for r in self.outs], get(self.loss), leaves)
+        return TorchRun(
+            values,
+            seen,
+            [get(r) for r in self.outs],
+            get(self.loss),
+            leaves,
+        )
 
     @cached_property
     def readers(self) -> dict[Ref, list[int]]:

@@ -108,10 +108,23 @@ def _judge_tail(judge: JaxJudge, optimizer: Optimizer) -> None:
             judge.steps, mark.place, mark.shapes, (), np.zeros(0), np.zeros(0), None, mark.dtype
         )
         violation = judge.verdicts.violation(
-            fault, Window(step, left, [1.0] * len(left), 0.0), optimizer
+            fault,
+            Window(
+                step,
+                left,
+                [1.0] * len(left),
+                0.0,
+            ),
+            optimizer,
         )
         judge.verdicts.found.append(
-            replace(violation, window=None, found_after=None, step=None, stepped=None)
+            replace(
+                violation,
+                window=None,
+                found_after=None,
+                step=None,
+                stepped=None,
+            )
         )
 
 
@@ -133,7 +146,16 @@ def _judge_points(judge: JaxJudge) -> None:
         ]
         if len(steps) < FEWEST_STEPS or points.is_moving or str(mark.place) in stale:
             continue
-        step = Step(0, mark.place, (), (), np.zeros(0), np.zeros(0), None, mark.dtype)
+        step = Step(
+            0,
+            mark.place,
+            (),
+            (),
+            np.zeros(0),
+            np.zeros(0),
+            None,
+            mark.dtype,
+        )
         fault = StepFault(
             "parameter-not-updated",
             f"the gradients are by the same parameters after {counted(len(steps), 'step')}: the"
@@ -141,5 +163,14 @@ def _judge_points(judge: JaxJudge) -> None:
             kind="parameters",
             causes=("thrown-away",),
         )
-        violation = judge.verdicts.violation(fault, Window(step, [first], [1.0], 0.0), Optimizer(0))
+        violation = judge.verdicts.violation(
+            fault,
+            Window(
+                step,
+                [first],
+                [1.0],
+                0.0,
+            ),
+            Optimizer(0),
+        )
         judge.verdicts.found.append(replace(violation, stepped=None))

@@ -83,7 +83,12 @@ def _record_of(column: Column, member: Member) -> PassRecord:
         if not term.of_parameters
     ]
     # nothing is "in `.grad`": the program hands each gradient on itself
-    return PassRecord(mark.place, accumulates=False, terms=terms, arrivals={KEY: BY_HAND})
+    return PassRecord(
+        mark.place,
+        accumulates=False,
+        terms=terms,
+        arrivals={KEY: BY_HAND},
+    )
 
 
 def step_window(window: Window, optimizer: int, columns: Collection[Column]) -> StepWindow:
@@ -106,7 +111,12 @@ def step_window(window: Window, optimizer: int, columns: Collection[Column]) -> 
         for number, of_devices in records.items()
     }
     step = window.step
-    record = StepRecord(optimizer, step.place, {KEY: np.ones(1)}, step.number)
+    record = StepRecord(
+        optimizer,
+        step.place,
+        {KEY: np.ones(1)},
+        step.number,
+    )
     return StepWindow(
         optimizer=optimizer,
         number=step.number,
@@ -131,7 +141,13 @@ def pending_of(window: Window, optimizer: int) -> Pending:
     found = step_window(window, optimizer, window.used)
     used = dict(found.coefficients[KEY])
     reading = reading_weights.read(found.passes, used, {}, window.tolerance)
-    return Pending(found, used, [reading], 1.0, scaled=window.step.is_scaled)
+    return Pending(
+        found,
+        used,
+        [reading],
+        1.0,
+        scaled=window.step.is_scaled,
+    )
 
 
 def devices_of(window: Window) -> int:

@@ -77,7 +77,14 @@ class Verdicts:
 
     def skip(self, place: Place, name: str, reason: str) -> None:
         """Say why a step was not judged."""
-        self.unknown[Unknown(BOTH, str(place), reason, name=name)] += 1
+        self.unknown[
+            Unknown(
+                BOTH,
+                str(place),
+                reason,
+                name=name,
+            )
+        ] += 1
 
     def violation(self, fault: StepFault, window: Window, optimizer: Optimizer) -> Violation:
         """Return the violation that a fault of a window is."""
@@ -170,7 +177,13 @@ class Verdicts:
         """Return whether each item weighs the same where gradients have one norm."""
         windows = [one.window for one in self.alike if one.optimizer.index == index]
         pending = [pending_of(window, index) for window in windows]
-        weighed = judge_weights(pending, None, self.given, 1, lambda key: None)
+        weighed = judge_weights(
+            pending,
+            None,
+            self.given,
+            1,
+            lambda key: None,
+        )
         return bool(weighed.steps) and not (weighed.violations or weighed.provisional)
 
     def _of_clipped(self) -> list[Violation]:
@@ -227,7 +240,13 @@ class Verdicts:
             )
             violation = self.violation(fault, windows[0], optimizer)
             return Weighed([violation], steps={window.step.number for window in windows})
-        weighed = judge_weights(pending, typical, self.given, ranks, lambda key: None)
+        weighed = judge_weights(
+            pending,
+            typical,
+            self.given,
+            ranks,
+            lambda key: None,
+        )
         self._note_shares(windows, pending, weighed)
         self._leave_out_unread(pending, weighed)
         reduced = {
