@@ -205,7 +205,6 @@ LIMITS: dict[str, float] = {
     **GOALS,
     # what the audit measures of evidence, custom functions and JAX scripts came to 34,000 more
     TOKENS: 530_000,
-    TOKENS_A_LINE: 9.1,
     COMMENTS: 3.0,
     OVER_25: 0,
     OVER_15: 12.5,

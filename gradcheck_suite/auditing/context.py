@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from gradcheck_suite.auditing.custom_functions import NOT_SEEN
-from gradcheck_suite.auditing.events import Event, Gap, PassRecord, settle
+from gradcheck_suite.auditing.events import Event, Gap, PassRecord, copy_to_host
 from gradcheck_suite.auditing.function_calls import (
     CallsOfProgram,
     FunctionKey,
@@ -32,20 +32,20 @@ from gradcheck_suite.auditing.judge import ORPHANS, Judge
 from gradcheck_suite.auditing.mode_changes import ModeChanges
 from gradcheck_suite.auditing.modes import AsBefore
 from gradcheck_suite.auditing.module_calls import ModuleCall, ModuleCalls, without_gradients
-from gradcheck_suite.auditing.places import Place, living
+from gradcheck_suite.auditing.places import Place, live_instances
 from gradcheck_suite.auditing.program_state import preserve_rng
 from gradcheck_suite.auditing.recomputation import (
     SENTENCES,
     UNEXPLAINED,
-    Asked,
-    Part,
-    Recomputed,
+    RecomputeRequest,
+    RecomputeResult,
+    RecordedCall,
     Turn,
     judge_calls_of_program,
     recompute,
     turn_of,
 )
-from gradcheck_suite.auditing.recorder import Recorder, Running
+from gradcheck_suite.auditing.recorder import ActivePass, Recorder
 from gradcheck_suite.auditing.replay import StepWindow, near
 from gradcheck_suite.auditing.rules import StepFault
 from gradcheck_suite.auditing.schedule import AGAIN, Schedule
@@ -398,11 +398,11 @@ class TorchAudit:
         self._hurries: float | None = None
         # whether every instrument is switched off: passes and steps are counted
         self._is_off = {*self.options.without} >= {*INSTRUMENTS}
-        self._running: dict[int, Running] = {}
+        self._running: dict[int, ActivePass] = {}
         self._recomputed: Counter[str] = Counter()
         self._functions: set[FunctionKey] = set()
         self._outside = CallsOfProgram()
-        self._calls: list[Part] | str | None = None
+        self._calls: list[RecordedCall] | str | None = None
         self._opinion: JaxOpinion | None = None
 
     def _new_judge(self, ranks: int, of: End | None = None) -> Judge:
@@ -628,7 +628,7 @@ class TorchAudit:
     def _find_names(self) -> None:
         known = ((key, of.reference()) for key, of in self._recorder.parameters.items())
         keys = {id(parameter): key for key, parameter in known if parameter is not None}
-        modules = [one for one in living(torch.nn.Module) if "_parameters" in one.__dict__]
+        modules = [one for one in live_instances(torch.nn.Module) if "_parameters" in one.__dict__]
         inner = {id(part) for part in chain.from_iterable(one._modules.values() for one in modules)}
         # a module's parts name no parameter with more words than it does
         for module in (one for one in modules if id(one) not in inner):
@@ -691,7 +691,7 @@ class TorchAudit:
         events = self._events
         self._events = []
         self._recorder.read(events)
-        settle(events)
+        copy_to_host(events)
         for key, known in self._recorder.parameters.items():
             self._dtypes.setdefault(key, known.dtype)
         return events
@@ -756,7 +756,7 @@ class TorchAudit:
                 step=step,
             )
 
-    def _observed(self) -> Running | None:
+    def _observed(self) -> ActivePass | None:
         recorder = self._recorder
         return recorder.running() if recorder.records and not recorder.muted else None
 
@@ -816,7 +816,7 @@ class TorchAudit:
 
     def _asked(
         self, window: StepWindow, weights: Mapping[int, float], violation: Violation | None
-    ) -> tuple[Asked, dict[int, int]]:
+    ) -> tuple[RecomputeRequest, dict[int, int]]:
         """Return what is asked of a window that is computed again, and the id of each parameter by
         its key.
         """
@@ -838,8 +838,8 @@ class TorchAudit:
         lines = self._recorder.used_at
         passes = {i: seen.records[0] for i, seen in window.passes.items() if i in weights}
         ids = {key: id(parameter) for key, parameter in live.items()}
-        asked = Asked(
-            [self._running.get(i, Running(record, Reader())) for i, record in passes.items()],
+        asked = RecomputeRequest(
+            [self._running.get(i, ActivePass(record, Reader())) for i, record in passes.items()],
             [weights[i] for i in passes],
             window.factor or 1.0,
             observed,
@@ -910,7 +910,7 @@ class TorchAudit:
             fault = violation_of(step_fault, window, last)
             self._judge.add(replace(fault, error=found.error, allowed=found.allowed))
 
-    def _note_recomputed(self, found: Recomputed, optimizer: int) -> None:
+    def _note_recomputed(self, found: RecomputeResult, optimizer: int) -> None:
         """Note what a window that was computed again has shown, or why it could not be."""
         if found.keep is not None:
             self._forwards.keeps.add(found.keep)
@@ -1076,7 +1076,7 @@ def _is_rescaled_each_time(window: StepWindow) -> bool:
     """Return whether `.grad` was multiplied by one factor after each pass: whether the last one is
     right is unknown.
     """
-    every = [window.of_pass((0, index)) for index in window.passes]
+    every = [window.coefficient_of((0, index)) for index in window.passes]
     found = [coefficient for coefficient in every if coefficient is not None]
     factor = window.factor or 1.0
     return (

@@ -176,7 +176,7 @@ class Gap:
 Event = PassRecord | StepRecord | Gap
 
 
-def settle(events: Sequence[Event]) -> None:
+def copy_to_host(events: Sequence[Event]) -> None:
     """Turn samples that lie on a device into arrays; waits for the device once."""
     # once for all: on a GPU each read of its own would wait for the kernels before it
     columns = [

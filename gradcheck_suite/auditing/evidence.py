@@ -17,8 +17,8 @@ from gradcheck_suite.auditing.places import Loop, Place
 from gradcheck_suite.auditing.replay import (
     EARLIER,
     NEGLIGIBLE,
+    BackwardPass,
     Coefficients,
-    Seen,
     StepWindow,
     distinct,
 )
@@ -198,7 +198,7 @@ class WindowEvidence:
         required[self.required] = True
         return self.reached & ~are_near(self.coefficients, self.mean, 1e-3) & required
 
-    def pass_of(self, column: int) -> Seen:
+    def pass_of(self, column: int) -> BackwardPass:
         """Return a pass."""
         return self.window.passes[self.indices[column]]
 

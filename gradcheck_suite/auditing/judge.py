@@ -29,7 +29,7 @@ from gradcheck_suite.auditing.evidence import (
     evidence_of,
 )
 from gradcheck_suite.auditing.places import Loop, Place, lines_with
-from gradcheck_suite.auditing.replay import Replay, Seen, Source, StepWindow, near
+from gradcheck_suite.auditing.replay import BackwardPass, Replay, Source, StepWindow, near
 from gradcheck_suite.auditing.rules import Decided, E, Held, Need, Sighting, StepFault, decide
 from gradcheck_suite.auditing.step_rules import (
     OF_COPIES,
@@ -46,15 +46,15 @@ from gradcheck_suite.auditing.sums import (
     MOST_LEFT,
     RULES,
     TAIL,
-    used_of,
+    pass_coefficients,
     weigh_one,
 )
 from gradcheck_suite.auditing.vectors import size
 from gradcheck_suite.auditing.weighing import (
-    Pending,
     Repeated,
     United,
-    Weighed,
+    WeightVerdict,
+    WindowReadings,
     judge_weights,
     place_of_loss,
     read_joined,
@@ -234,9 +234,9 @@ class Judge:
         self._of_step: list[Violation] = []
         self._notes: Counter[Found] = Counter()
         self._unknown: Counter[Unknown] = Counter()
-        self._pending: defaultdict[int, list[Pending]] = defaultdict(list)
+        self._pending: defaultdict[int, list[WindowReadings]] = defaultdict(list)
         self._since: Counter[int] = Counter()
-        self._weighed: dict[int, Weighed] = {}
+        self._weighed: dict[int, WeightVerdict] = {}
 
     def take(self, row: Sequence[Event]) -> None:
         """Take the event of each rank.
@@ -656,7 +656,7 @@ class Judge:
         if window.local and not window.step.wrapped and not some_reduced:
             self.ranks_train_apart = True
             return None
-        coefficients = used_of(window)
+        coefficients = pass_coefficients(window)
         decided = decide(
             RULES,
             replace(
@@ -775,7 +775,7 @@ class Judge:
         for step in steps:
             self._read_before[step] = 1
 
-    def _pending_of(self, window: StepWindow, used: Mapping[Source, float]) -> Pending:
+    def _pending_of(self, window: StepWindow, used: Mapping[Source, float]) -> WindowReadings:
         # what a GradScaler takes out again, before the step or inside of it, is no part of the
         # weights
         scale = window.step.scale or 1.0
@@ -787,14 +787,14 @@ class Judge:
         read_joined(window.passes, used)
         scaled = [{source: c * f / scale for source, c in used.items()} for f in factors]
         readings = [reading_weights.read(window.passes, one, tasks, window.error) for one in scaled]
-        return Pending(
+        return WindowReadings(
             window,
             used,
             readings,
             factors[0],
         )
 
-    def _is_sum(self, made: Sequence[Pending]) -> bool:
+    def _is_sum(self, made: Sequence[WindowReadings]) -> bool:
         """Return whether gradients that are put together by hand are sums over the micro-batches of
         a window.
 
@@ -856,7 +856,7 @@ class Judge:
         if made and optimizer not in self._composed and not self._is_sum(made):
             self._composed.add(optimizer)
         is_composed = bool(made) and optimizer in self._composed
-        judged = list[Pending]()
+        judged = list[WindowReadings]()
         for one in pending:
             judged += (one.kept if is_composed else ()) or (one,)
         weighed = self._weighed[optimizer] = judge_weights(
@@ -885,7 +885,7 @@ class Judge:
             self._let_go(optimizer, weighed)
         _unite(weighed.united, weighed.violations)
 
-    def _let_go(self, optimizer: int, weighed: Weighed) -> None:
+    def _let_go(self, optimizer: int, weighed: WeightVerdict) -> None:
         """Let go of windows that have been judged: the first ones of a run and the last ones say
         most about it.
         """
@@ -989,7 +989,7 @@ class Judge:
         """Return the names of a few parameters, and how many more there are."""
         return listed([str(self._name_of(key)) for key in keys])
 
-    def _is_of_steps(self, optimizer: int, seen: Seen) -> bool:
+    def _is_of_steps(self, optimizer: int, seen: BackwardPass) -> bool:
         """Return whether the optimizer has stepped on passes of that place, or of its line in a
         loop as deep.
         """

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from gradcheck_suite.auditing.modes import Apart, AsBefore, is_of_rows
-from gradcheck_suite.auditing.places import here
+from gradcheck_suite.auditing.places import current_place
 from gradcheck_suite.auditing.program_state import (
     NotRecomputed,
     ProgramState,
@@ -41,9 +41,9 @@ from gradcheck_suite.auditing.program_state import (
 from gradcheck_suite.auditing.repeated_calls import RepeatedCalls, may_be_repeated
 from gradcheck_suite.auditing.samples import (
     OWN,
+    BatchedSampler,
     Fingerprint,
     Raw,
-    Together,
     fingerprint,
     has_values,
     is_same,
@@ -271,7 +271,7 @@ def point_of(module: torch.nn.Module) -> Point:
     # a sparse or nested parameter has no address of its own
     parameters = list(module.parameters())
     versions = tuple(0 if p.is_inference() else p._version for p in parameters)
-    return versions, tuple(Together().marks(parameters))
+    return versions, tuple(BatchedSampler().marks(parameters))
 
 
 def _autocast(module: torch.nn.Module) -> tuple[str, torch.dtype, bool]:
@@ -537,7 +537,7 @@ class ModuleCalls:
             ],
         )
         if any(not p.is_leaf for p in module.parameters()):
-            forward.refusal = LENT.format(here().line)
+            forward.refusal = LENT.format(current_place().line)
         seen = set[int]()
         if (once := (id(module), module.training)) not in self._looked_at:
             self._looked_at.add(once)
@@ -624,7 +624,7 @@ Gradients = dict[int, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class How:
+class ReplayOptions:
     """How calls are computed again.
 
     Attributes:
@@ -663,7 +663,7 @@ class How:
 
 
 @dataclass
-class Replayed:
+class ReplayResult:
     """What calls gave when they were computed again.
 
     Attributes:
@@ -926,7 +926,7 @@ def _watched_hooks(lines: list[str], *, unhooked: bool) -> Iterator[None]:
     plain = torch.Tensor.register_hook
 
     def register(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
-        lines.append(here().line)
+        lines.append(current_place().line)
         return RemovableHandle(OrderedDict()) if unhooked else plain(tensor, hook)
 
     with mock.patch.object(torch.Tensor, "register_hook", register):
@@ -948,8 +948,11 @@ def has_room(module: torch.nn.Module) -> bool:
 
 
 def replay(
-    forward: ModuleCall, arguments: list[Any], cotangents: dict[int, torch.Tensor], how: How
-) -> Replayed:
+    forward: ModuleCall,
+    arguments: list[Any],
+    cotangents: dict[int, torch.Tensor],
+    how: ReplayOptions,
+) -> ReplayResult:
     """Compute a call again, and the gradients of the parameters.
 
     Args:
@@ -997,7 +1000,7 @@ def replay(
             _watched_hooks(hooked, unhooked=how.unhooked),
         ):
             module(*positional, **keywords)
-        result = Replayed(
+        result = ReplayResult(
             random=len(watched.states[True]) > 1,
             marks=watched.marks,
             checkpoints=seen,
@@ -1095,7 +1098,7 @@ class _Replacements:
     arguments: list[Any]
 
     @staticmethod
-    def of(forward: ModuleCall, arguments: list[Any], how: How) -> _Replacements:
+    def of(forward: ModuleCall, arguments: list[Any], how: ReplayOptions) -> _Replacements:
         """Make them, from what was kept of the call where that was."""
         module = forward.module
         kept = {**forward.kept.parameters, **forward.kept.buffers}
@@ -1145,11 +1148,11 @@ class _Replacements:
 
 
 def _differentiate(
-    result: Replayed,
+    result: ReplayResult,
     outputs: Sequence[torch.Tensor],
     cotangents: Mapping[int, torch.Tensor],
     made: _Replacements,
-    how: How,
+    how: ReplayOptions,
 ) -> None:
     """Compute the gradients of a call's parameters from those of its outputs."""
 

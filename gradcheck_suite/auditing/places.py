@@ -79,7 +79,7 @@ def _relative(filename: str) -> str:
 MOST_FRAMES = 6
 
 
-def here() -> Place:
+def current_place() -> Place:
     """Return the place in the user's program that runs."""
     frame: FrameType | None = sys._getframe(1)
     line = ""
@@ -496,7 +496,7 @@ def _subclasses(kind: type) -> set[type]:
     return {kind}.union(*map(_subclasses, children))
 
 
-def living(*kinds: type) -> list[Any]:
+def live_instances(*kinds: type) -> list[Any]:
     """Return every object of some classes that the garbage collector knows.
 
     Lazy proxies are not touched.

@@ -50,7 +50,7 @@ Coefficients = Mapping[Source, float]
 """Of passes: one object for all parameters that have had the same arrivals, since most of them have."""
 
 
-def settled(column: Column) -> dict[int, Vector]:
+def arrays_only(column: Column) -> dict[int, Vector]:
     """Return the samples of a column, without what has none."""
     return {key: now for key, now in column.items() if isinstance(now, np.ndarray)}
 
@@ -118,7 +118,7 @@ class Fit:
         return size(self.bounds) / largest if largest else math.inf
 
     @property
-    def tells(self) -> bool:
+    def is_identifiable(self) -> bool:
         """Whether rounding leaves a pass that is in the sum as much as another one apart from one
         that is not.
         """
@@ -165,7 +165,7 @@ class State(NamedTuple):
 
 
 @dataclass
-class Seen:
+class BackwardPass:
     """A pass on all ranks.
 
     Attributes:
@@ -246,7 +246,7 @@ class StepWindow:
     optimizer: int
     number: int
     step: StepRecord
-    passes: dict[int, Seen]
+    passes: dict[int, BackwardPass]
     keys: list[int]
     coefficients: dict[int, Coefficients]
     factor: float | None
@@ -294,7 +294,7 @@ class StepWindow:
             return self.unclipped * self._unscaled
         return None
 
-    def of_pass(self, source: Source) -> float | None:
+    def coefficient_of(self, source: Source) -> float | None:
         """Return the coefficient of a pass, the median over the parameters that it reached.
 
         None where it has none.
@@ -304,7 +304,7 @@ class StepWindow:
         return median(found) if found else None
 
 
-class Explanation(NamedTuple):
+class GradChange(NamedTuple):
     """What a measured `.grad` is of what stood there.
 
     Attributes:
@@ -332,7 +332,7 @@ class Replay:
 
     def __init__(self, ranks: int, dtypes: dict[int, str]) -> None:
         self.ranks = ranks
-        self.passes: dict[int, Seen] = {}
+        self.passes: dict[int, BackwardPass] = {}
         self.number_of_passes = 0
         self.last: dict[int, int] = {}
         self.of_rank: set[int] = set()
@@ -361,7 +361,7 @@ class Replay:
 
     def _explain_all(
         self, rank: int, measured: Mapping[int, Vector], *, inside: bool
-    ) -> dict[int, Explanation]:
+    ) -> dict[int, GradChange]:
         """Explain what stands in the `.grad` of several parameters.
 
         Args:
@@ -373,7 +373,7 @@ class Replay:
         kept = self._kept(rank, measured)
         found = {
             key: (
-                Explanation(
+                GradChange(
                     SAME,
                     1.0,
                     self._states[rank][key].coefficients,
@@ -428,7 +428,7 @@ class Replay:
 
     def _explain(
         self, rank: int, key: int, now: Vector, *, inside: bool, sure: bool = False
-    ) -> Explanation:
+    ) -> GradChange:
         """Explain a measured `.grad`.
 
         `sure` takes it for reduced even where it may only have been multiplied.
@@ -437,7 +437,7 @@ class Replay:
         tolerance = self.tolerance(key)
         cut, then = alike(now, state.sample)
         if not is_finite(cut):
-            return Explanation(
+            return GradChange(
                 NOT_FINITE,
                 1.0,
                 {},
@@ -445,14 +445,14 @@ class Replay:
             )
         is_empty = not size(cut)
         if is_empty and (size(then) or not state.coefficients):
-            return Explanation(
+            return GradChange(
                 RESET,
                 0.0,
                 {},
                 now,
             )
         if is_empty or distance(then, cut) <= 1e-3 * tolerance:
-            return Explanation(
+            return GradChange(
                 SAME,
                 1.0,
                 state.coefficients,
@@ -467,14 +467,14 @@ class Replay:
                 sure=sure,
             )
             if found is not None:
-                return Explanation(REDUCED, *found, now)
+                return GradChange(REDUCED, *found, now)
         # a parameter of few elements may be a multiple of anything
         tells = bool(np.count_nonzero(cut[:ELEMENTS]) >= FEWEST)
         results = self._results(rank, key, state)
         for index, result in results.items():
             written = factor(now, result, tolerance)
             if written is not None and (tells or near(written, 1.0, 1e-3 * tolerance)):
-                return Explanation(
+                return GradChange(
                     WRITTEN,
                     1.0,
                     {(rank, index): written},
@@ -483,13 +483,13 @@ class Replay:
         multiplied = factor(cut, then, tolerance)
         if multiplied is not None and (tells or not results):
             scaled = {source: c * multiplied for source, c in state.coefficients.items()}
-            return Explanation(
+            return GradChange(
                 FACTOR,
                 multiplied,
                 scaled if inside else state.coefficients,
                 now,
             )
-        return Explanation(
+        return GradChange(
             EDITED,
             1.0,
             {(rank, UNKNOWN): 1.0},
@@ -551,11 +551,11 @@ class Replay:
         index = self.number_of_passes
         last = self.passes.get(self.number_of_passes - 1)
         self.number_of_passes += 1
-        self.passes[index] = Seen(records)
+        self.passes[index] = BackwardPass(records)
         self._note_alike(records)
         # all ranks are measured before any is changed: a reduction is a sum over them
         explained = [
-            self._explain_all(rank, settled(record.was), inside=True)
+            self._explain_all(rank, arrays_only(record.was), inside=True)
             for rank, record in enumerate(records)
         ]
         for rank, ones in enumerate(explained):
@@ -583,12 +583,12 @@ class Replay:
 
     def _note_alike(self, records: Sequence[PassRecord]) -> None:
         """Note whether the same arrived on all ranks."""
-        own, *others = (settled(record.now) for record in records)
+        own, *others = (arrays_only(record.now) for record in records)
         is_plain = not any(record.shards or record.hooked for record in records)
         if others and is_plain and any(map(size, own.values())):
             self.alike[all(_are_equal(own, one) for one in others)] += 1
 
-    def _set_states(self, rank: int, explained: Mapping[int, Explanation]) -> None:
+    def _set_states(self, rank: int, explained: Mapping[int, GradChange]) -> None:
         """Set what stands in each `.grad` before a pass."""
         states = self._states[rank]
         self._discard(rank, [key for key, one in explained.items() if one.event == RESET])
@@ -598,7 +598,7 @@ class Replay:
     def _take_arrivals(self, rank: int, index: int, record: PassRecord) -> None:
         """Take what has arrived in a pass of a rank."""
         if record.by_hand:
-            self._arrived[rank, index] = settled(record.now)
+            self._arrived[rank, index] = arrays_only(record.now)
             return
         fresh = [key for key, before in record.arrivals.items() if before == NONE]
         self._discard(rank, fresh)
@@ -612,7 +612,7 @@ class Replay:
         """Return whether the program's hooks have reduced a pass: on all ranks the same arrived, and
         it was not the same before the hooks.
         """
-        first, *others = (settled(record.raw) for record in records)
+        first, *others = (arrays_only(record.raw) for record in records)
         keys = set.intersection(*map(set, (first, *others)))
         own, *arrived = (self._arrived.get((rank, index), {}) for rank in range(self.ranks))
         if not others or not keys or not all(keys <= one.keys() for one in (own, *arrived)):
@@ -634,7 +634,7 @@ class Replay:
         states = self._states[rank]
         made = dict[Any, tuple[Coefficients, Coefficients]]()
         self.passes[index].reduced = self.passes[index].reduced or bool(record.shards)
-        for keys, now, then in self._together(rank, settled(record.now)):
+        for keys, now, then in self._together(rank, arrays_only(record.now)):
             if not np.isfinite(now).all():
                 self._not_finite.add(index)
             with np.errstate(invalid="ignore"):
@@ -716,7 +716,7 @@ class Replay:
         first = steps[0]
         optimizer = first.optimizer
         before = self.last.get(optimizer, 0)
-        found = self._explain_all(0, settled(first.gradients), inside=False)
+        found = self._explain_all(0, arrays_only(first.gradients), inside=False)
         is_reduced = any(one.event == REDUCED for one in found.values())
         self.of_rank |= self._unequal([step.values for step in steps])
         unequal = self._unequal([step.gradients for step in steps])
@@ -755,7 +755,7 @@ class Replay:
         return window
 
     def _misplaced(
-        self, passes: Mapping[int, Seen], found: Mapping[int, Explanation]
+        self, passes: Mapping[int, BackwardPass], found: Mapping[int, GradChange]
     ) -> Mapping[int, int]:
         """Return the parameters whose `.grad` is what has arrived at another one in all passes.
 
@@ -786,7 +786,7 @@ class Replay:
         of = self._copies
         return replace(step, gradients={of.get(key, key): g for key, g in step.gradients.items()})
 
-    def _unite_edited(self, found: Mapping[int, Explanation], unequal: Collection[int]) -> None:
+    def _unite_edited(self, found: Mapping[int, GradChange], unequal: Collection[int]) -> None:
         """Take what is alike on all ranks for reduced, where an edit is all that is seen.
 
         It was compressed to less than 16 bits, or to a matrix of low rank.
@@ -798,8 +798,8 @@ class Replay:
                 states[key] = states[key]._replace(coefficients=united)
 
     def _replaced(
-        self, found: Mapping[int, Explanation], unwritten: Collection[int]
-    ) -> dict[int, Explanation]:
+        self, found: Mapping[int, GradChange], unwritten: Collection[int]
+    ) -> dict[int, GradChange]:
         """Return the explanations, with what was written or handed over in place of what stood
         there.
         """
@@ -816,7 +816,7 @@ class Replay:
         """Return by which factor all of `.grad` had been multiplied when clipping began."""
         before = {
             key: now
-            for key, now in settled(step.before_clipping).items()
+            for key, now in arrays_only(step.before_clipping).items()
             if self._states[0][key].coefficients
         }
         found = self._explain_all(0, before, inside=False).values()
@@ -857,7 +857,7 @@ class Replay:
                     return False
                 self._copies[key] = found
         if step.values and given:
-            self._misplaced_copies = self._exchanged(settled(step.values))
+            self._misplaced_copies = self._exchanged(arrays_only(step.values))
         return given
 
     def _exchanged(self, values: Mapping[int, Vector]) -> Mapping[int, int]:
@@ -886,7 +886,7 @@ class Replay:
         Of a shard each has a part of its own.
         """
         found = set[int]()
-        own, *others = map(settled, of_ranks)
+        own, *others = map(arrays_only, of_ranks)
         for other in others:
             for key in own.keys() & other.keys():
                 now, then = alike(own[key], other[key])
@@ -896,7 +896,7 @@ class Replay:
                     found.add(key)
         return found
 
-    def _fill(self, window: StepWindow, found: Mapping[int, Explanation]) -> None:
+    def _fill(self, window: StepWindow, found: Mapping[int, GradChange]) -> None:
         """Set the coefficients, the common factor and the edit of a window."""
         factors = self._factors(found)
         kept = self._coefficients(window, found)
@@ -910,7 +910,11 @@ class Replay:
             window.fit = self._fit(
                 window, fitted_keys, set(chain.from_iterable(lost[key] for key in keys))
             )
-            if not off and window.fit and (not window.fit.tells or window.fit.is_of_copies):
+            if (
+                not off
+                and window.fit
+                and (not window.fit.is_identifiable or window.fit.is_of_copies)
+            ):
                 off = list(factors)
         self._set_groups(window, kept)
         fit = self._fit_by_hand(window, found, off)
@@ -922,7 +926,7 @@ class Replay:
         window.coefficients = kept
         _set_edit(window, factors, common, off)
 
-    def _factors(self, found: Mapping[int, Explanation]) -> dict[int, float | None]:
+    def _factors(self, found: Mapping[int, GradChange]) -> dict[int, float | None]:
         """Return by what the `.grad` of each parameter was multiplied after the last pass.
 
         None where it was edited.
@@ -935,7 +939,7 @@ class Replay:
         return factors
 
     def _coefficients(
-        self, window: StepWindow, found: Mapping[int, Explanation]
+        self, window: StepWindow, found: Mapping[int, GradChange]
     ) -> dict[int, Coefficients]:
         """Return of which passes each `.grad` is made, as far as no fit says otherwise."""
         states = self._states[0]
@@ -959,7 +963,7 @@ class Replay:
     def _may_be_put_together(
         self,
         window: StepWindow,
-        found: Mapping[int, Explanation],
+        found: Mapping[int, GradChange],
         factors: Mapping[int, float | None],
         *,
         off: Sequence[int],
@@ -973,11 +977,11 @@ class Replay:
         return not self._is_multiple({key: found[key] for key in factors}, _common(factors))
 
     def _fit_by_hand(
-        self, window: StepWindow, found: Mapping[int, Explanation], off: Sequence[int]
+        self, window: StepWindow, found: Mapping[int, GradChange], off: Sequence[int]
     ) -> Fit | None:
         """Return the fit of a `.grad` that the program has put together, or None."""
         fit = window.fit
-        if fit is None or not fit.is_exact or not fit.tells:
+        if fit is None or not fit.is_exact or not fit.is_identifiable:
             return None
         # an edit within rounding of what was left after a reset is no sum made by hand
         if fit.lost and not fit.is_of_copies:
@@ -993,7 +997,7 @@ class Replay:
             key: {(0, i): c for i, c in pairs if key in self._arrived[0, i]} for key in fit.keys
         }
 
-    def _still_stands(self, edited: Mapping[int, Explanation]) -> bool:
+    def _still_stands(self, edited: Mapping[int, GradChange]) -> bool:
         """Return whether what stood in some `.grad` is still a part of them, or nothing tells."""
         if not edited:
             return True
@@ -1031,7 +1035,7 @@ class Replay:
         own = [one for one in groups if one and one <= window.passes.keys()]
         window.kept_apart = [groups[one] for one in own if not any(one < other for other in own)]
 
-    def _is_multiple(self, found: Mapping[int, Explanation], common: float) -> bool:
+    def _is_multiple(self, found: Mapping[int, GradChange], common: float) -> bool:
         """Return whether each element is the common multiple of what stood there, and that by no
         accident.
 
@@ -1060,7 +1064,7 @@ class Replay:
         )
 
     def _fit(
-        self, window: StepWindow, found: Mapping[int, Explanation], lost: Collection[int]
+        self, window: StepWindow, found: Mapping[int, GradChange], lost: Collection[int]
     ) -> Fit | None:
         """Fit a sum of what arrived in each pass to a `.grad`.
 
@@ -1080,7 +1084,7 @@ class Replay:
         return leak if stands and not near(earlier + max(own), 1.0, 1e-3) else fit
 
     def _fit_of(
-        self, passes: Sequence[int], found: Mapping[int, Explanation], lost: Collection[int]
+        self, passes: Sequence[int], found: Mapping[int, GradChange], lost: Collection[int]
     ) -> Fit | None:
         """Fit a sum of what arrived in some passes to what stood in `.grad`, over some parameters.
 
@@ -1221,7 +1225,7 @@ class Replay:
         one.
         """
 
-        def is_done(index: int, seen: Seen) -> bool:
+        def is_done(index: int, seen: BackwardPass) -> bool:
             keys = set(chain.from_iterable(record.arrivals for record in seen.records))
             return index < self._before_call and all(
                 index < stepped.get(key, 0) - 1 for key in keys

@@ -322,7 +322,7 @@ def _rows_of(found: Sequence[tuple[int, _Spot]]) -> _Rows:
     )
 
 
-class Together:
+class BatchedSampler:
     """Reads tensors at once.
 
     Where the elements of those that it reads again and again lie is computed once.
@@ -501,7 +501,7 @@ def _taken_elsewhere(tensor: torch.Tensor, *, whole: bool) -> tuple[Raw, int | N
 
 def sample(gradient: torch.Tensor, *, whole: bool) -> Raw:
     """Return linear functions of one gradient."""
-    return Together().taken([gradient], whole=whole)[0][0]
+    return BatchedSampler().taken([gradient], whole=whole)[0][0]
 
 
 Fingerprint = int | Raw

@@ -11,7 +11,7 @@ from itertools import chain
 
 import numpy as np
 
-from gradcheck_suite.auditing.replay import Seen, StepWindow
+from gradcheck_suite.auditing.replay import BackwardPass, StepWindow
 from gradcheck_suite.auditing.rules import Need, Rule, Sighting
 from gradcheck_suite.auditing.vectors import size
 
@@ -35,7 +35,7 @@ class StepEvidence:
 
     window: StepWindow
     last: StepWindow | None
-    since: Sequence[Seen]
+    since: Sequence[BackwardPass]
     has_unseen: bool
     is_stepped: Callable[[Collection[int]], bool]
     given: int | None = None

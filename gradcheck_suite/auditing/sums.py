@@ -37,8 +37,8 @@ from gradcheck_suite.auditing.replay import (
     EARLIER,
     NEGLIGIBLE,
     UNKNOWN,
+    BackwardPass,
     Fit,
-    Seen,
     Source,
     StepWindow,
     near,
@@ -284,7 +284,7 @@ def _is_hidden(fit: Fit) -> bool:
 def _are_copies(e: E) -> bool:
     """Return whether passes that were reset are in `.grad`, as the program has kept copies."""
     fit = _edited(e)
-    return fit is not None and fit.tells and bool(fit.lost) and fit.is_of_copies
+    return fit is not None and fit.is_identifiable and bool(fit.lost) and fit.is_of_copies
 
 
 def _is_of_copies(e: E) -> bool:
@@ -303,7 +303,7 @@ def _is_like_by_chance(e: E) -> bool:
 def _is_covered(e: E) -> bool:
     """Return whether something else covers what an edited `.grad` has of the passes."""
     fit = _edited(e)
-    if fit is None or not e.lost or not fit.tells:
+    if fit is None or not e.lost or not fit.is_identifiable:
         return False
     return fit.is_blank or (_is_hidden(fit) and not fit.is_plausible)
 
@@ -311,7 +311,7 @@ def _is_covered(e: E) -> bool:
 def _is_too_small(e: E) -> bool:
     """Return whether an edited `.grad` has too few elements to tell its passes apart."""
     fit = _edited(e)
-    return fit is not None and bool(e.lost) and not fit.tells
+    return fit is not None and bool(e.lost) and not fit.is_identifiable
 
 
 _UNLIKE = (
@@ -571,7 +571,7 @@ def _is_whole_mean_after_leaving(e: E) -> bool:
     leaves = change is not None and change.line is not None and is_skipped(change.line)
     if not leaves and not is_tried(e.pass_of(max(e.lost)).site):
         return False
-    return weigh_one(e.window, used_of(e.window))
+    return weigh_one(e.window, pass_coefficients(e.window))
 
 
 def _is_cut_off(e: E) -> Found:
@@ -826,20 +826,20 @@ def weigh_one(window: StepWindow, coefficients: Mapping[Source, float]) -> bool:
     return any(near(abs(weight), window.step.scale or 1.0, 1e-2) for weight in weights.values())
 
 
-def items_of(seen: Seen) -> list[tuple[float, float]]:
+def items_of(seen: BackwardPass) -> list[tuple[float, float]]:
     """Return the weight of an item and the number of items of each term of a pass."""
     terms = list(chain.from_iterable(record.terms for record in seen.records))
     return [(abs(term.weight or 0.0), term.counts.get(term.own, 0.0)) for term in terms]
 
 
-def used_of(window: StepWindow) -> dict[Source, float]:
+def pass_coefficients(window: StepWindow) -> dict[Source, float]:
     """Return the coefficient of each pass, the factor of the program's own hooks on parameters
     included.
     """
     found: dict[Source, float] = {}
     for index, seen in window.passes.items():
         for rank, record in enumerate(seen.records):
-            coefficient = window.of_pass((rank, index))
+            coefficient = window.coefficient_of((rank, index))
             if coefficient is not None:
                 found[rank, index] = coefficient * _of_hooks(record, window.keys)
     return found

@@ -333,7 +333,7 @@ def _by(name: str, number: torch.Tensor | float) -> float:
 
 
 @dataclass
-class _Found:
+class _PendingTerm:
     """A term while its backward runs, and until its numbers are read.
 
     Attributes:
@@ -506,10 +506,10 @@ def _copied(number: torch.Tensor) -> Raw:
     return number.detach().reshape(1).to(torch.float64, copy=True)
 
 
-def _declared(count: float | torch.Tensor, reduction: str, above: Numbers) -> _Found:
+def _declared(count: float | torch.Tensor, reduction: str, above: Numbers) -> _PendingTerm:
     """Return a term of which the program has declared what it counts."""
     counts: dict[str, Any] = {"counted": count}
-    return _Found(Term(("declared",), counts=counts, mean=reduction == "mean"), above=above)
+    return _PendingTerm(Term(("declared",), counts=counts, mean=reduction == "mean"), above=above)
 
 
 def _why_no_multiple(node: Any, name: str, inputs: Sequence[Edge]) -> str | None:
@@ -522,7 +522,7 @@ def _why_no_multiple(node: Any, name: str, inputs: Sequence[Edge]) -> str | None
     return None
 
 
-PendingTerm = _Found
+PendingTerm = _PendingTerm
 """A term whose numbers may still lie on a device."""
 
 
@@ -607,7 +607,7 @@ class Reader:
     """
 
     def __init__(self) -> None:
-        self.found: list[_Found] = []
+        self.found: list[_PendingTerm] = []
         self.error: Exception | None = None
         self._handles: list[Any] = []
         self._visited: set[Edge] = set()
@@ -640,7 +640,9 @@ class Reader:
 
     def _vector(self, node: Any, index: int, above: Numbers) -> None:
         """Read a tensor of several elements that goes backward with a gradient that was given."""
-        found = _Found(Term(("given",), counts={"elements": elements(node, index)}), above=above)
+        found = _PendingTerm(
+            Term(("given",), counts={"elements": elements(node, index)}), above=above
+        )
         self._items(
             found,
             node,
@@ -741,7 +743,7 @@ class Reader:
         term = Term(
             (name,), counts={"elements": elements(*below)}, mean=node._saved_reduction == MEAN
         )
-        found = _Found(term, above=above)
+        found = _PendingTerm(term, above=above)
         shape = _shape(*below) or (1,)
         if not term.mean:
             term.counts["rows"] = shape[0]
@@ -774,7 +776,7 @@ class Reader:
             )
         if losses and linear and self._are_made_of_scalars(losses, above, opaque=True):
             return None
-        found = _Found(
+        found = _PendingTerm(
             Term((name,), counts={"elements": elements(*below)}, mean=name == "Mean"), above=above
         )
         found.term.of_parameters = _of_parameters((node, index))
@@ -782,7 +784,7 @@ class Reader:
         self._add(found, node, index)
         return self._items(found, *below, weighted=name not in ("Sum", "Mean"))
 
-    def _items(self, found: _Found, node: Any, index: int, *, weighted: bool) -> None:
+    def _items(self, found: _PendingTerm, node: Any, index: int, *, weighted: bool) -> None:
         """Go down from a reduced tensor to the first node that is no linear function of one tensor:
         the items.
         """
@@ -828,9 +830,9 @@ class Reader:
             (kind(node),), counts={"elements": 1}, of_parameters=_of_parameters((node, index))
         )
         term.opaque = None if term.of_parameters else why
-        self._add(_Found(term, above=above), node, index)
+        self._add(_PendingTerm(term, above=above), node, index)
 
-    def _add(self, found: _Found, node: Any, index: int) -> None:
+    def _add(self, found: _PendingTerm, node: Any, index: int) -> None:
         found.node = node
         found.has_dimension = bool(_shape(node, index))
         found.term.line = _line_of(node)
@@ -838,7 +840,7 @@ class Reader:
         self._hook(node, found, "arrived", index)
 
     def _hook(
-        self, node: Any, found: _Found, name: str, index: int, *, of_inputs: bool = False
+        self, node: Any, found: _PendingTerm, name: str, index: int, *, of_inputs: bool = False
     ) -> None:
         def hook(*gradients: Sequence[torch.Tensor | None]) -> None:
             try:

@@ -15,9 +15,9 @@ import numpy as np
 from gradcheck_suite.auditing import weights as reading_weights
 from gradcheck_suite.auditing.events import PassRecord
 from gradcheck_suite.auditing.places import Place
-from gradcheck_suite.auditing.replay import Seen, Source, StepWindow, near
+from gradcheck_suite.auditing.replay import BackwardPass, Source, StepWindow, near
 from gradcheck_suite.auditing.rules import Change, Rule, Sighting, StepFault, decide
-from gradcheck_suite.auditing.scales import Scale, Use, scales
+from gradcheck_suite.auditing.scales import ObjectiveInWindow, WrongScale, scales
 from gradcheck_suite.auditing.weights import (
     ACROSS_SITES,
     MEAN_OF_MEANS,
@@ -46,7 +46,7 @@ DECLARE = (
 
 
 @dataclass(frozen=True)
-class Pending:
+class WindowReadings:
     """A window whose weights are judged with those of the others.
 
     Attributes:
@@ -65,7 +65,7 @@ class Pending:
     coefficients: Mapping[Source, float]
     readings: Sequence[Reading]
     factor: float
-    kept: Sequence[Pending] = ()
+    kept: Sequence[WindowReadings] = ()
     scaled: bool = True
 
     @property
@@ -104,7 +104,7 @@ United = dict[tuple[str, str | None], Repeated]
 
 
 @dataclass
-class Weighed:
+class WeightVerdict:
     """What the weights of an optimizer's windows showed.
 
     Attributes:
@@ -127,12 +127,12 @@ class Weighed:
 
 @np.errstate(all="ignore")  # weights may be infinite, and the script's output stays what it was
 def judge_weights(
-    pending: Sequence[Pending],
+    pending: Sequence[WindowReadings],
     typical_k: int | None,
     declared_k: int | None,
     ranks: int,
     name_of: Callable[[int], str | None],
-) -> Weighed:
+) -> WeightVerdict:
     """Judge the weights of the windows of one optimizer.
 
     Args:
@@ -142,7 +142,7 @@ def judge_weights(
         ranks: number of ranks.
         name_of: the name of a parameter.
     """
-    result = Weighed()
+    result = WeightVerdict()
     found_in = _objectives(pending, (typical_k, ranks))
     uses = Uses()
     for one, found in zip(pending, found_in, strict=True):
@@ -173,10 +173,14 @@ class Uses:
         unequal: those whose items have not.
     """
 
-    equal: defaultdict[Key, list[Use]] = field(default_factory=lambda: defaultdict(list))
-    unequal: defaultdict[Key, list[Use]] = field(default_factory=lambda: defaultdict(list))
+    equal: defaultdict[Key, list[ObjectiveInWindow]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    unequal: defaultdict[Key, list[ObjectiveInWindow]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
 
-    def take(self, use: Use, notes: Counter[Found], *, is_scaled: bool) -> None:
+    def take(self, use: ObjectiveInWindow, notes: Counter[Found], *, is_scaled: bool) -> None:
         """Take an objective in a window."""
         objective = use.objective
         if objective.status == UNEQUAL and _is_coefficient(use):
@@ -189,7 +193,7 @@ class Uses:
 
 
 def _objectives(
-    pending: Sequence[Pending], divisors: Sequence[int | None]
+    pending: Sequence[WindowReadings], divisors: Sequence[int | None]
 ) -> list[list[Objective]]:
     """Return the objectives of each window, as the windows together show them."""
     modes = reading_weights.best_modes([one.readings for one in pending])
@@ -207,7 +211,7 @@ def _objectives(
     return [_objectives_of(one, modes, divisors, across_sites, taken_out) for one in pending]
 
 
-def _judge_losses(one: Pending, result: Weighed) -> bool:
+def _judge_losses(one: WindowReadings, result: WeightVerdict) -> bool:
     """Judge losses whose weights say nothing, such as one that goes backward twice.
 
     Return whether there are some.
@@ -222,7 +226,7 @@ def _judge_losses(one: Pending, result: Weighed) -> bool:
 
 
 def _objectives_of(
-    one: Pending,
+    one: WindowReadings,
     modes: Mapping[Key, Sequence[str]],
     divisors: Sequence[int | None],
     across_sites: Collection[Key] = frozenset(),
@@ -266,18 +270,18 @@ def _are_right(found: Sequence[Objective]) -> bool:
     return bool(found) and all(objective.right() for objective in found)
 
 
-def _repeated_terms(one: Pending) -> list[tuple[int, int]]:
+def _repeated_terms(one: WindowReadings) -> list[tuple[int, int]]:
     """Return of each pass how many of its terms have gone backward before, and how many it has."""
     found = [one.window.passes[index].records[rank].terms for rank, index in one.coefficients]
     return [(sum(term.repeated for term in terms), len(terms)) for terms in found if terms]
 
 
-def _is_running_sum(one: Pending) -> bool:
+def _is_running_sum(one: WindowReadings) -> bool:
     """Ask whether earlier losses go backward with new ones."""
     return any(0 < times < number for times, number in _repeated_terms(one))
 
 
-def _is_repeated(one: Pending) -> bool:
+def _is_repeated(one: WindowReadings) -> bool:
     """Ask whether losses go backward more than once."""
     return any(times for times, _ in _repeated_terms(one))
 
@@ -288,7 +292,7 @@ PARTIAL = (
 )
 
 
-def _has_unequal_replays(one: Pending) -> Sighting | None:
+def _has_unequal_replays(one: WindowReadings) -> Sighting | None:
     """Ask whether one loss over cached items weighs another number in each pass.
 
     Each pass has the whole loss, and lets the gradient through to its own items: these weigh what
@@ -311,8 +315,8 @@ def _has_unequal_replays(one: Pending) -> Sighting | None:
     return None
 
 
-OF_LOSSES: Sequence[Rule[Pending]] = (
-    Rule[Pending](
+OF_LOSSES: Sequence[Rule[WindowReadings]] = (
+    Rule[WindowReadings](
         "running sum",
         "repeated-micro-batch",
         _is_running_sum,
@@ -320,14 +324,14 @@ OF_LOSSES: Sequence[Rule[Pending]] = (
         " backward each time",
         before=("repeated", "unequal replays"),
     ),
-    Rule[Pending](
+    Rule[WindowReadings](
         "repeated",
         "repeated-micro-batch",
         _is_repeated,
         "a loss goes backward more than once in the window",
         before=("unequal replays",),
     ),
-    Rule[Pending](
+    Rule[WindowReadings](
         "unequal replays",
         "unrecognised-weights",
         _has_unequal_replays,
@@ -338,7 +342,7 @@ OF_LOSSES: Sequence[Rule[Pending]] = (
 """What the losses of a window show that have no weights to be compared."""
 
 
-def read_joined(passes: Mapping[int, Seen], sources: Iterable[Source]) -> None:
+def read_joined(passes: Mapping[int, BackwardPass], sources: Iterable[Source]) -> None:
     """Read a term as a sum over items again where the rows that it joins without a gradient are no
     cached items.
 
@@ -362,7 +366,10 @@ def read_joined(passes: Mapping[int, Seen], sources: Iterable[Source]) -> None:
 
 
 def _note_unknown(
-    one: Pending, found: Sequence[Objective], result: Weighed, name_of: Callable[[int], str | None]
+    one: WindowReadings,
+    found: Sequence[Objective],
+    result: WeightVerdict,
+    name_of: Callable[[int], str | None],
 ) -> tuple[bool, bool]:
     """Note what of a window's losses could not be read.
 
@@ -415,7 +422,7 @@ def _note_unknown(
 
 
 def _repeated_outside(
-    one: Pending, records: Sequence[PassRecord], name_of: Callable[[int], str | None]
+    one: WindowReadings, records: Sequence[PassRecord], name_of: Callable[[int], str | None]
 ) -> Iterator[Found]:
     """Yield that parameters outside of cached items get a gradient from each pass over the same
     items.
@@ -435,7 +442,7 @@ def _repeated_outside(
     yield finding("repeated-outside-cache", said, one.window.where, remedy)
 
 
-def _uses(one: Pending, found: Sequence[Objective]) -> Iterator[Use]:
+def _uses(one: WindowReadings, found: Sequence[Objective]) -> Iterator[ObjectiveInWindow]:
     """Yield each objective of a window whose terms can be compared."""
     window = one.window
     site = {
@@ -447,7 +454,7 @@ def _uses(one: Pending, found: Sequence[Objective]) -> Iterator[Use]:
         # the window's length is that of the call sites that this objective comes from
         here = {site[source] for source in sources}
         passes = {source[1] for source in one.coefficients if site[source] in here}
-        yield Use(
+        yield ObjectiveInWindow(
             window,
             objective,
             length=len(passes),
@@ -459,7 +466,7 @@ def _uses(one: Pending, found: Sequence[Objective]) -> Iterator[Use]:
         )
 
 
-def _is_coefficient(use: Use) -> bool:
+def _is_coefficient(use: ObjectiveInWindow) -> bool:
     """Return whether unequal weights are a coefficient that changes: other losses of the same
     passes are right.
     """
@@ -538,7 +545,7 @@ def _rows(objective: Objective, count: str, expected: float) -> tuple[Weight, ..
     return tuple(rows[:MAX_ROWS])
 
 
-def _of_weights(fault: StepFault, use: Use, rows: tuple[Weight, ...]) -> Violation:
+def _of_weights(fault: StepFault, use: ObjectiveInWindow, rows: tuple[Weight, ...]) -> Violation:
     """Return the violation that a fault of an objective's weights is: at its own line where others
     are right.
     """
@@ -565,7 +572,7 @@ OF_OTHER_LINES = frozenset({"loss-scale", "growing", "begun-anew", "varying", "l
 """Causes of a wrong weight that are at no division of a loss."""
 
 
-def _division(fault: StepFault, use: Use, loss: str) -> Change | None:
+def _division(fault: StepFault, use: ObjectiveInWindow, loss: str) -> Change | None:
     """Return the line that multiplies or divides the loss, where there is one beside the loss's own."""
     if use.alone:
         return None  # others, which are right, may share it
@@ -575,7 +582,7 @@ def _division(fault: StepFault, use: Use, loss: str) -> Change | None:
     return None if fault.name == "tail-leak" else Change("division", [*lines])
 
 
-def _of_unequal(use: Use, general: Diagnosis | None, *, is_shown: bool) -> Violation:
+def _of_unequal(use: ObjectiveInWindow, general: Diagnosis | None, *, is_shown: bool) -> Violation:
     """Return the violation of weights that differ within a window.
 
     Args:
@@ -741,7 +748,7 @@ def _weights(objective: Objective, count: str, empty: Collection[Source] = ()) -
     )
 
 
-def _of_scale(scale: Scale) -> Violation:
+def _of_scale(scale: WrongScale) -> Violation:
     """Return the violation of a common weight that follows from how the window is cut up."""
     use = scale.use
     total = use.items or 1.0

@@ -19,7 +19,7 @@ import numpy as np
 
 from gradcheck_suite.auditing.loss_terms import Term
 from gradcheck_suite.auditing.places import Place
-from gradcheck_suite.auditing.replay import Seen, Source, near
+from gradcheck_suite.auditing.replay import BackwardPass, Source, near
 from gradcheck_suite.judge.naming import diagnose, names_nothing
 from gradcheck_suite.judge.weights import Diagnosis, Weights
 
@@ -33,7 +33,7 @@ ACROSS_SITES = "*"
 
 
 @dataclass(frozen=True)
-class Part:
+class LossInWindow:
     """One term of an objective in one pass.
 
     Attributes:
@@ -75,7 +75,7 @@ class Objective:
     """
 
     key: Key
-    parts: Sequence[Part]
+    parts: Sequence[LossInWindow]
     status: str
     coefficients: Mapping[str, float] = field(default_factory=dict)
     weight: float = 0.0
@@ -172,7 +172,7 @@ def with_common_sign(weights: Sequence[float]) -> list[float]:
 
 
 @np.errstate(all="ignore")
-def compare(parts: Sequence[Part], key: Key = ()) -> Objective:
+def compare(parts: Sequence[LossInWindow], key: Key = ()) -> Objective:
     """Compare the terms of one objective: the same weight at some level, else whether counts make
     them unequal.
     """
@@ -214,7 +214,7 @@ def compare(parts: Sequence[Part], key: Key = ()) -> Objective:
 
 def _by_counts(
     key: Key,
-    parts: Sequence[Part],
+    parts: Sequence[LossInWindow],
     weights: Sequence[float],
     counts: Mapping[str, Sequence[float]],
     *,
@@ -245,7 +245,7 @@ def _by_counts(
 
 
 def evidence(
-    parts: Sequence[Part],
+    parts: Sequence[LossInWindow],
     weights: Sequence[float],
     counts: Sequence[float],
     *,
@@ -400,7 +400,7 @@ def is_empty(term: Term) -> bool:
 
 
 def read(
-    passes: Mapping[int, Seen],
+    passes: Mapping[int, BackwardPass],
     coefficients: Mapping[Source, float],
     tasks: Mapping[int, str],
     error: float,
@@ -439,7 +439,7 @@ def _in_modes(
         found[mode] = [
             compare(
                 [
-                    Part(
+                    LossInWindow(
                         s,
                         terms[k],
                         coefficients[s],
@@ -453,10 +453,10 @@ def _in_modes(
         ]
         first = found[mode][0]
         if mode == BATCH and first.status == UNEQUAL and first.named is None:
-            every = list[Part]()
+            every = list[LossInWindow]()
             for source, terms in by_pass.items():
                 every += [
-                    Part(
+                    LossInWindow(
                         source,
                         term,
                         coefficients[source],
@@ -480,7 +480,9 @@ def _are_of_one_item(terms: Sequence[Term]) -> bool:
     return all(term.counts.get(term.own) == 1 for term in terms)
 
 
-def _of_heads(every: Sequence[Part], first: Objective, *, is_uneven: bool) -> list[Objective]:
+def _of_heads(
+    every: Sequence[LossInWindow], first: Objective, *, is_uneven: bool
+) -> list[Objective]:
     """Return the terms of a batch as heads of a detector, some without items in some passes: each
     may be a mean of its own.
     """
@@ -526,7 +528,7 @@ def _together(several: Sequence[Objective]) -> Objective | None:
     """Return one expression at several places as one objective; None where it is no such one."""
     if len({one.place for one in several}) < 2 or not all(one.parts for one in several):
         return None
-    parts = list[Part]()
+    parts = list[LossInWindow]()
     for one in several:
         parts += one.parts
     if len({part.source for part in parts}) != len(parts):

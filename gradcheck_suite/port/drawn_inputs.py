@@ -245,7 +245,7 @@ class DrawnInputs:
         """
         program = self.sides.torch_program(point)
         allowed = self.sides.bounds(point).outputs
-        others = (self.repairs.plus(one).run(program) for one in other_orders(program, run))
+        others = (self.repairs.with_change(one).run(program) for one in other_orders(program, run))
         return any(outputs_error(other.outs, outs) <= allowed for other in others)
 
     def _torch_run(self, point: Point) -> TorchRun | None:

@@ -17,7 +17,13 @@ import numpy as np
 import torch
 
 from gradcheck_suite.port.alterations import Alteration
-from gradcheck_suite.port.changes import Given, Hypothesis, of_operand, of_result, other_operand
+from gradcheck_suite.port.changes import (
+    CallArguments,
+    Hypothesis,
+    of_operand,
+    of_result,
+    other_operand,
+)
 from gradcheck_suite.port.explanation import Explanation, best_explanation
 from gradcheck_suite.port.matching import array
 from gradcheck_suite.port.mistakes import (
@@ -31,7 +37,15 @@ from gradcheck_suite.port.mistakes import (
 )
 from gradcheck_suite.port.number_sets import aligned, error, variety
 from gradcheck_suite.port.rare_inputs import ordered
-from gradcheck_suite.port.search import LEAST, Family, Found, Search, behind, recomputed, walked
+from gradcheck_suite.port.search import (
+    LEAST,
+    Family,
+    Found,
+    Search,
+    breadth_first,
+    downstream,
+    recomputed,
+)
 from gradcheck_suite.port.torch_program import LOSS, Call, Change, Ref, TorchProgram, fill, flat
 from gradcheck_suite.port.transforms import (
     PERMUTING,
@@ -229,7 +243,7 @@ def _top(search: Search, ref: Any, result: int) -> _Top | None:
     while isinstance(ref, Ref) and isinstance(ref.kind, int):
         call = calls[ref.kind]
         if call.name == "topk":
-            given = Given(call, call.args, call.kwargs)
+            given = CallArguments(call, call.args, call.kwargs)
             if ref.index != result:
                 return None
             return _Top(
@@ -855,7 +869,7 @@ def starts(search: Search, place: int) -> Iterator[Hypothesis]:
     line = _line_that_repeats(search, place)
     if not line:
         return
-    step = [place, *walked([place], lambda i: _readers_in(search, i, line), 4)]
+    step = [place, *breadth_first([place], lambda i: _readers_in(search, i, line), 4)]
     ends = [i for i in step if calls[i].name.rstrip("_") == "add"][:1]
     body = [*step, *search.read_by(ends, 4, line.__contains__)]
     shape = search.matching.run.shape(place)
@@ -1487,7 +1501,7 @@ def _done_later(search: Search, place: int, block: Sequence[int]) -> Iterator[Hy
     first = calls[block[0]]
     named = first.path if len(block) > 1 else first.label
     # a residual branch may be long: what stands further behind is another block's
-    behind_it = walked(list(block[-1:]), lambda i: program.readers.get(Ref(i, 0), []), 16)
+    behind_it = breadth_first(list(block[-1:]), lambda i: program.readers.get(Ref(i, 0), []), 16)
     for end in islice(behind_it, 20):
         second = calls[end]
         if not second.mutates and second.path != LOSS:
@@ -1510,7 +1524,7 @@ def _exchanged(program: TorchProgram, before: Ref, after: Ref, end: int) -> Chan
 
         given = get(before)
         if before in call.refs and re.fullmatch(REDUCING, call.name):
-            axes = over(Given(call, *fill((call.args, call.kwargs), get)))
+            axes = over(CallArguments(call, *fill((call.args, call.kwargs), get)))
             front = list(range(len(axes)))
             parts = given.movedim(axes, front)
             each = torch.vmap(lambda v: late(v.view_as(get(after))))(
@@ -1539,7 +1553,7 @@ def _with_others(
 ) -> Any:
     """Return the first result of a call, computed again with other tensors in place of some."""
     given = [r.kind for r in instead]
-    affected = behind(
+    affected = downstream(
         program, (k for k in given if isinstance(k, int)), [(r.kind, r.index) for r in instead]
     )
     return recomputed(

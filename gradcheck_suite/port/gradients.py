@@ -184,7 +184,7 @@ def place_gradient(
 
     def tried(hypothesis: Hypothesis) -> Explanation[GradientFault] | None:
         try:
-            changed = repairs.plus(hypothesis)
+            changed = repairs.with_change(hypothesis)
             _, slopes = sides.slopes(program, changed)
             left = wrong_gradients(sides, point, slopes, skip)
         except RAISED:

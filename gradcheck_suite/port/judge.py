@@ -84,7 +84,7 @@ class Repair:
 def _together(repaired: Sequence[Repair]) -> Repairs:
     found = Repairs()
     for repair in repaired:
-        found = found.plus(repair.hypothesis)
+        found = found.with_change(repair.hypothesis)
     return found
 
 
@@ -443,7 +443,7 @@ class Judge:
         allowed = self.sides.bounds(point).outputs
         program = self.sides.torch_program(point)
         for hypothesis in other_orders(program, run):
-            repairs = self.repairs.plus(hypothesis)
+            repairs = self.repairs.with_change(hypothesis)
             if self._off(point, repairs.run(program), loss) <= allowed:
                 self.repairs = repairs
                 self._note("equal elements are in another order than torch's, which promises none")
@@ -678,7 +678,7 @@ class Judge:
     def _repair(self, hypothesis: Hypothesis, finding: PortFinding) -> None:
         """Repair torch by what explains a finding."""
         self._repaired.append(Repair(hypothesis, finding))
-        self.repairs = self.repairs.plus(hypothesis)
+        self.repairs = self.repairs.with_change(hypothesis)
 
     def _value_put_in(self, search: Search, index: int) -> Hypothesis | None:
         """Return the port's value in place of the result of the first lost call or of one behind
@@ -961,7 +961,7 @@ class Judge:
 
         def tried(planted: _Planted) -> Explanation[_Planted] | None:
             try:
-                changed = self.repairs.plus(planted.hypothesis).run(program)
+                changed = self.repairs.with_change(planted.hypothesis).run(program)
             except RAISED:
                 return None
             except Exception as error:

@@ -31,7 +31,7 @@ from gradcheck_suite.port.jax_program import Stored, in_double
 from gradcheck_suite.port.mapping import Leaf, StateMap
 from gradcheck_suite.port.matching import array
 from gradcheck_suite.port.number_sets import Array
-from gradcheck_suite.port.pair import JaxModel, is_float, raised, shaped_as
+from gradcheck_suite.port.pair import JaxModel, call_user_code, is_float, shaped_as
 from gradcheck_suite.run.environment import imported
 
 NORMS = (10.0, 0.02, 3.0, 40.0)
@@ -610,7 +610,7 @@ class Updates:
         self._pushed = [state_map.push(self._vector(step)) for step in self._gradients]
         # one step more: of a schedule one step ahead
         longer = [*self._gradients, self._gradients[-1]]
-        mine, recipe = raised(
+        mine, recipe = call_user_code(
             "torch_optimizer", lambda: torch_steps(pair.module, make, self._start, longer)
         )
         self._mine = mine[:-1]
@@ -621,7 +621,7 @@ class Updates:
                 f" {pair.jax_optimizer!r}"
             )
         steps = lambda: jax_steps(pair.jax_optimizer, state_map.model, leaves, self._pushed)  # noqa: E731 - one use
-        self._theirs = raised("jax_optimizer", steps)
+        self._theirs = call_user_code("jax_optimizer", steps)
         self.leaves = [i for i, leaf in enumerate(state_map.leaves) if self._is_judged(leaf, base)]
 
     def _vector(self, values: Mapping[str, Array]) -> Array:

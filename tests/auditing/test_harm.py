@@ -39,7 +39,7 @@ from gradcheck_suite.auditing import (
 )
 
 PLANTED = [
-    (samples.Together, "_find"),
+    (samples.BatchedSampler, "_find"),
     (samples, "read"),
     (recorder, "here"),
     (recorder, "leaves_below"),

@@ -30,7 +30,7 @@ from gradcheck_suite.auditing.jax.losses import (
     varying,
 )
 from gradcheck_suite.auditing.jax.marks import Mark, PassMark, UpdateMark, coarsest, put_mark
-from gradcheck_suite.auditing.places import Place, here
+from gradcheck_suite.auditing.places import Place, current_place
 
 
 class _Stack(threading.local):
@@ -107,7 +107,7 @@ def _inside_of_loss() -> Iterator[None]:
 
 def place_here() -> Place:
     """Return the place in the user's files that runs."""
-    found = here()
+    found = current_place()
     return Place(found.path[0], found.path) if found.path else found
 
 
