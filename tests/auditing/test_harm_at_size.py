@@ -160,7 +160,7 @@ def test_what_is_kept_does_not_grow_with_the_optimizers_that_are_gone(monkeypatc
     living = places.live_instances
     for one in (recorder, strays, parameter_points):
         monkeypatch.setattr(
-            one, "living", lambda *kinds: searches.append(len(sizes)) or living(*kinds)
+            one, "live_instances", lambda *kinds: searches.append(len(sizes)) or living(*kinds)
         )
     for task in range(600):
         weight = torch.nn.Parameter(torch.randn(4))
