@@ -161,7 +161,7 @@ BEFORE_BACKWARD = (
     "other.weight.data.mul_(1.1)",
     "before = net[2].weight.data.clone()\nnet[2].weight.data.zero_()\nnet[2].weight.data.copy_(before)",
     "average[0].mul_(0.9)",
-    "at = loss.data.clone()",
+    "loss.data.mul_(0.5)",
 )
 """Writes between forward and backward that no gradient depends on."""
 AFTER_BACKWARD = ("x.data.normal_()", "t.data.zero_()", "y.data.copy_((y + 1) % 3)")

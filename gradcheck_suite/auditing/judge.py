@@ -738,7 +738,7 @@ class Judge:
             seen_all: whether each step since then was recorded.
         """
         window = self._emptied.pop(optimizer)
-        if any(seen.consumers for seen in window.passes.values()):
+        if any(seen.consumers.keys() - {optimizer} for seen in window.passes.values()):
             self._removed[optimizer].append(window.keys)
         elif seen_all:
             self._violate(ALL_RESET.fault(), window)
@@ -870,10 +870,20 @@ class Judge:
         if ended or len(pending) > MOST_WINDOWS:
             weighed.violations += weighed.provisional
             weighed.provisional = []
+        if made:
+            self._judge_made(made, weighed, is_composed=is_composed)
+        if len(pending) > MOST_WINDOWS:
+            self._let_go(optimizer, weighed)
+        _unite(weighed.united, weighed.violations)
+
+    def _judge_made(
+        self, made: Sequence[WindowReadings], weighed: WeightVerdict, *, is_composed: bool
+    ) -> None:
+        """Judge whether gradients that the program puts together lack the same passes each time, and
+        note that they are put together.
+        """
         places = {place_of_loss(one.window, one.window.where) for one in made}
-        held = (
-            decide((LEFT_OUT,), [evidence_of(one.window) for one in made]).fault if made else None
-        )
+        held = decide((LEFT_OUT,), [evidence_of(one.window) for one in made]).fault
         if held is not None:
             self._by_hand -= places
             fault = held.rule.fault(held.seen)
@@ -881,9 +891,6 @@ class Judge:
         elif is_composed:
             self._by_hand |= places
             weighed.notes[finding("composed-gradient", COMPOSED, made[0].window.where)] += len(made)
-        if len(pending) > MOST_WINDOWS:
-            self._let_go(optimizer, weighed)
-        _unite(weighed.united, weighed.violations)
 
     def _let_go(self, optimizer: int, weighed: WeightVerdict) -> None:
         """Let go of windows that have been judged: the first ones of a run and the last ones say

@@ -1081,6 +1081,26 @@ class _Watched:
             handle.remove()
 
 
+def _values(
+    arguments: Sequence[Any],
+    needs_gradient: Sequence[bool],
+    how: ReplayOptions,
+    generator: torch.Generator | None,
+    unit: torch.dtype | None,
+) -> list[Any]:
+    """Return the arguments of a second call."""
+    values = list[Any]()
+    for value, need in zip(arguments, needs_gradient, strict=True):
+        if not isinstance(value, torch.Tensor):
+            values.append(value)
+            continue
+        now = value.detach().clone() if how.as_it_was_at_backward else value
+        leaf = _of_class(value, _nudged(now, generator, unit).detach()).requires_grad_(need)
+        # what comes from a layer before is no leaf, and a module may write to it
+        values.append(leaf.clone() if need else leaf)
+    return values
+
+
 @dataclass
 class _Replacements:
     """What stands in place of the program's own tensors.
@@ -1120,15 +1140,7 @@ class _Replacements:
         tensors = {id(t): kept.get(id(t), t).detach().clone() for t in constants}
         if not how.own_parameters:
             tensors.update((id(p), leaf) for p, leaf in zip(real, leaves, strict=True))
-        values = list[Any]()
-        for v, need in zip(arguments, forward.needs_gradient, strict=True):
-            if not isinstance(v, torch.Tensor):
-                values.append(v)
-                continue
-            now = v.detach().clone() if how.as_it_was_at_backward else v
-            leaf = _of_class(v, _nudged(now, generator, unit).detach()).requires_grad_(need)
-            # what comes from a layer before is no leaf, and a module may write to it
-            values.append(leaf.clone() if need else leaf)
+        values = _values(arguments, forward.needs_gradient, how, generator, unit)
         return _Replacements(
             real,
             leaves,

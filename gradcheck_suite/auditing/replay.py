@@ -754,6 +754,19 @@ class Replay:
         self._leave(window, steps)
         return window
 
+    def _arrived_in_all(
+        self, passes: Mapping[int, BackwardPass], keys: Iterable[int]
+    ) -> Mapping[int, Vector]:
+        """Return the sum of what has arrived at parameters in some passes."""
+        sums = dict[int, Vector]()
+        for key in keys:
+            several = [self._arrived[0, i][key] for i in passes if key in self._arrived[0, i]]
+            # a pass that is sampled as a whole has projections beside the elements
+            length = min(map(len, several), default=0)
+            if length:
+                sums[key] = np.sum([one[:length] for one in several], axis=0)
+        return sums
+
     def _misplaced(
         self, passes: Mapping[int, BackwardPass], found: Mapping[int, GradChange]
     ) -> Mapping[int, int]:
@@ -762,13 +775,7 @@ class Replay:
         Several must have exchanged theirs: a single one may be like another by itself.
         """
         edited = {key: one.now for key, one in found.items() if one.event == EDITED}
-        sums = dict[int, Vector]()
-        for key in edited:
-            several = [self._arrived[0, i][key] for i in passes if key in self._arrived[0, i]]
-            # a pass that is sampled as a whole has projections beside the elements
-            length = min(map(len, several), default=0)
-            if length:
-                sums[key] = np.sum([one[:length] for one in several], axis=0)
+        sums = self._arrived_in_all(passes, edited)
         of = dict[int, int]()
         for key, now in edited.items():
             alike = [

@@ -302,16 +302,21 @@ def _valid(node: Any) -> torch.Tensor | None:
             if _is_packed(node, "target")
             else (node._saved_target != node._saved_ignore_index).sum()
         )
-    if name == "CtcLoss" and isinstance(node._saved_target_lengths, tuple):
-        # an item is a sequence, of several targets each
-        return torch.tensor(sum(node._saved_target_lengths))
-    if name == "Where" and len(inputs) == 1:  # what is infinite is no item
-        return _valid(inputs[0][0]) if kind(inputs[0][0]) == "CtcLoss" else None
+    if name in ("CtcLoss", "Where"):
+        return _targets_of_sequences(node)
     if name == "Cat" or (NODES.get(name) == Node(PASS, PASS) and len(inputs) == 1):
         found = [_valid(below) for below, _ in inputs]
         known = [valid for valid in found if valid is not None]
         return torch.stack(known).sum() if known and len(known) == len(found) else None
     return None
+
+
+def _targets_of_sequences(node: Any) -> torch.Tensor | None:
+    """Return how many targets the sequences of a CTC loss have, each of which is one item."""
+    while kind(node) == "Where" and len(live(node)) == 1:  # what is infinite is left out
+        node = live(node)[0][0]
+    lengths = getattr(node, "_saved_target_lengths", None)
+    return torch.tensor(sum(lengths)) if isinstance(lengths, tuple) else None
 
 
 def _line_of(node: Any) -> str | None:

@@ -725,10 +725,9 @@ def _named(objectives: Sequence[Objective]) -> Diagnosis:
         for one in objectives
         for p in one.parts
     )
-    patterns = PATTERNS if summed else ()
-    for pattern in patterns:
-        if pattern.holds(found):
-            return Diagnosis(pattern.name, f"{pattern.says}: {said}")
+    pattern = next((one for one in PATTERNS if summed and one.holds(found)), None)
+    if pattern is not None:
+        return Diagnosis(pattern.name, f"{pattern.says}: {said}")
     named = diagnose(
         found[0], found[1:], only=FAULTS.keys() - OF_ACCUMULATION if summed else FAULTS.keys()
     )

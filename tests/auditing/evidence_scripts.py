@@ -1588,6 +1588,12 @@ def apart(x):
         before=ACTOR,
         model="torch.nn.Linear(3, 2)",
     ),
+    # a gradient arrives at an input, too, which no optimizer has
+    "faulty_emptied_beside_an_input": violated(
+        "no-gradient",
+        "model(torch.randn(5, 3).requires_grad_()).square().mean().backward()",
+        after="model.zero_grad(set_to_none=False) if step == 1 else None",
+    ),
     # gradients that the program puts together
     "faulty_one_of_the_kept_left_out": violated(
         "dropped-micro-batch",
