@@ -1517,7 +1517,9 @@ def _done_later(search: Search, place: int, block: Sequence[int]) -> Iterator[Hy
     for end in islice(behind_it, 20):
         second = calls[end]
         if not second.mutates and second.path != LOSS:
-            cause = "eps-place" if _adds_little(second) and "sqrt" in first.name else "order"
+            pairs = ((first, second), (second, first))
+            is_epsilon = any("sqrt" in root.name and _adds_little(term) for root, term in pairs)
+            cause = "eps-place" if is_epsilon else "order"
             change = {end: _exchanged(program, whole[0], Ref(block[-1], 0), end)}
             yield Hypothesis(cause, f"{second.label} before {named}", change, at=place)
 
