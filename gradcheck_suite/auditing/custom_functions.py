@@ -94,12 +94,14 @@ class FunctionReport:
         note: why the function was not judged, or that its gradient is another one on purpose; empty
             otherwise.
         error: relative difference of the derivative, where there is a fault.
+        called: the name of the fault.
     """
 
     name: str
     fault: str = ""
     note: str = ""
     error: float = 0.0
+    called: str = "wrong-backward"
 
 
 NOT_SEEN = "its backward was not checked, since no further call of it was seen"
@@ -120,10 +122,14 @@ def judge_function(call: Call, *, accumulates: bool = True) -> FunctionReport:
         return found
     # each of these holds the backward to one that is known to be the derivative
     checks = [_of_own_dtype, _of_program, _of_second]
-    for further in [*checks, _of_memory] if accumulates else checks:
+    if accumulates:
+        checks.append(_of_memory)
+    for further in checks:
         with contextlib.suppress(Exception):  # it cannot be called in this way
             if fault := further(call):
-                return FunctionReport(call.name, fault.words, error=fault.error)
+                return FunctionReport(
+                    call.name, fault.words, error=fault.error, called=fault.called
+                )
     with contextlib.suppress(Exception):  # it takes contiguous gradients alone, and says so
         if _needs_contiguous(call):
             return FunctionReport(call.name, note=CONTIGUOUS)
@@ -132,10 +138,17 @@ def judge_function(call: Call, *, accumulates: bool = True) -> FunctionReport:
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with a backward, in words, and the relative difference."""
+    """What is wrong with a backward.
+
+    Attributes:
+        words: what it is.
+        error: the relative difference.
+        called: the name of the fault.
+    """
 
     words: str
     error: float
+    called: str = "wrong-backward"
 
 
 def _of_forward(call: Call) -> FunctionReport:
@@ -337,7 +350,8 @@ def _direction(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     )
     if bool((value > 0).all()):
         return draws * value
-    return draws * (float(value.double().square().mean().sqrt()) or 1.0)
+    size = float(value.double().square().mean().sqrt()) or 1.0
+    return draws * size
 
 
 def _of_argument(
@@ -354,7 +368,13 @@ def _of_argument(
     on_purpose = list[float]()
     for number in range(DIRECTIONS):
         # every gradient lies in memory as the one that came; half of the lines go uphill
-        line = _Line(subject, point, index, generator, uphill=bool(number % 2))
+        line = _Line(
+            subject,
+            point,
+            index,
+            generator,
+            uphill=bool(number % 2),
+        )
         found = line.compared(steps)
         if isinstance(found, str):
             notes.append(found)
@@ -389,7 +409,14 @@ def _of_what_arrived(
     """
     found = list[float]()
     for _ in range(DIRECTIONS):
-        line = _Line(subject, point, index, generator, uphill=True, as_arrived=True)
+        line = _Line(
+            subject,
+            point,
+            index,
+            generator,
+            uphill=True,
+            as_arrived=True,
+        )
         compared = line.compared_as_a_whole(steps)
         if isinstance(compared, Ratio):
             found.append(compared.ratio)
@@ -603,10 +630,11 @@ class _Line:
         The interval is halved where the output departs most from its tangent: by less and less at a
         bend, and by as much as before at a jump.
         """
-        low, high = -STEPS[0], STEPS[0]
+        high = STEPS[0]
+        low = -high
         ends = [self.at(low), self.at(high)]
         off = [
-            ((b - a) - (high - low) * d) * (c != 0)
+            ((b - a) - (high - low) * d).mul(c != 0)
             for a, b, d, c in zip(*ends, fine, cotangents, strict=True)
         ]
         which = max(range(len(off)), key=lambda i: float(off[i].abs().max()))
@@ -626,9 +654,11 @@ class _Line:
                 abs(right - between - (high - middle) * slope),
             ]
             if departs[0] > departs[1]:
-                high, right = middle, between
+                high = middle
+                right = between
             else:
-                low, left = middle, between
+                low = middle
+                left = between
         return abs(right - left - (high - low) * slope) > first / JUMP
 
 
@@ -742,7 +772,12 @@ def _of_own_dtype(call: Call) -> Fault | None:
         cotangents = [
             torch.randn(o.shape, generator=generator).to(o) for o in subject.outputs(point)
         ]
-        here = _gradients(subject, point, cotangents, seed=0)
+        here = _gradients(
+            subject,
+            point,
+            cotangents,
+            seed=0,
+        )
         moved = []
         for _ in range(NUDGES):
             near = [
@@ -817,6 +852,15 @@ def _of_program(call: Call) -> Fault | None:
         off = _apart(given.values, gradient)
         if off > least * _size(gradient):
             share = off / (_size(gradient) or math.inf)
+            if written := call.backward.written:
+                of_leaves = set(written) <= call.leaves
+                listed = ", ".join(map(str, written))
+                return Fault(
+                    f"argument {listed}, which it has saved, was written between its forward and its"
+                    f" backward: what it gave differs by {share:.2g} of its size from the derivative",
+                    share,
+                    "stale-parameters" if of_leaves else "changed-batch",
+                )
             return Fault(
                 f"with respect to argument {index} it differed in the program by {share:.2g} of its"
                 " size from the derivative of its forward, which it is where it is called by itself"

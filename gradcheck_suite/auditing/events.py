@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
@@ -119,7 +120,8 @@ class StepRecord:
         twice: at the optimizer's first step, keys of parameters that it lists more than once.
         overlaid: at that step, keys of parameters that lie over one memory, and are not one.
         overlapping: at that step, keys of parameters whose `.grad` do.
-        values: at that step of several ranks, key of a parameter -> a sample of its values.
+        values: at that step of several ranks, key of a parameter -> a sample of its values; of one
+            rank those of all parameters, where nothing has arrived at the optimizer's own.
         moved: key of a parameter -> a sample of its change by the step, where nothing at all went
             backward since the last step of the same optimizer.
         passed_by: where no GradScaler takes this step, the scales of those that there are.
@@ -174,13 +176,12 @@ class Gap:
 Event = PassRecord | StepRecord | Gap
 
 
-def settle(events: Sequence[Event]) -> None:
+def copy_to_host(events: Sequence[Event]) -> None:
     """Turn samples that lie on a device into arrays; waits for the device once."""
     # once for all: on a GPU each read of its own would wait for the kernels before it
     columns = [
         c
-        for event in events
-        for c in event.columns()
+        for c in chain.from_iterable(event.columns() for event in events)
         if not {np.ndarray, NoneType}.issuperset(map(type, c.values()))
     ]
     if not columns:

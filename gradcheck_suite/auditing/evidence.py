@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +17,8 @@ from gradcheck_suite.auditing.places import Loop, Place
 from gradcheck_suite.auditing.replay import (
     EARLIER,
     NEGLIGIBLE,
+    BackwardPass,
     Coefficients,
-    Seen,
     StepWindow,
     distinct,
 )
@@ -149,6 +150,24 @@ class WindowEvidence:
         return columns_of(rest & self.in_sum) or columns_of(rest)
 
     @cached_property
+    def composed(self) -> Columns:
+        """The passes that the program may have put together itself: those of which `.grad` must be
+        the sum, or else the results of `torch.autograd.grad`.
+        """
+        return self.required or columns_of(self.by_hand & ~self.null)
+
+    @cached_property
+    def are_micro_batches(self) -> bool:
+        """Whether the passes that may be put together come from one line, have one loss, and reach
+        the same parameters.
+        """
+        records = list(chain.from_iterable(self.pass_of(j).records for j in self.composed))
+        losses = {tuple(term.expression for term in record.terms) for record in records}
+        own = {*self.window.keys}
+        reached = {frozenset(record.arrivals.keys() & own) for record in records}
+        return len(self.places(self.composed)) == 1 and len(losses) == 1 and len(reached) == 1
+
+    @cached_property
     def lost(self) -> Columns:
         """The required passes that are not in `.grad`."""
         return [j for j in self.required if not self.in_sum[j]]
@@ -179,7 +198,7 @@ class WindowEvidence:
         required[self.required] = True
         return self.reached & ~are_near(self.coefficients, self.mean, 1e-3) & required
 
-    def pass_of(self, column: int) -> Seen:
+    def pass_of(self, column: int) -> BackwardPass:
         """Return a pass."""
         return self.window.passes[self.indices[column]]
 

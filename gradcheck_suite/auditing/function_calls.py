@@ -21,6 +21,8 @@ import torch
 from gradcheck_suite.auditing.modes import Apart
 from gradcheck_suite.auditing.places import is_users
 from gradcheck_suite.auditing.program_state import PLAIN, RandomState, names_of
+from gradcheck_suite.auditing.samples import is_plain
+from gradcheck_suite.auditing.saved_values import saved_tensors
 from gradcheck_suite.run.functions import Forward, replaced_forwards, replaced_method
 
 LARGEST = 2**23
@@ -74,10 +76,13 @@ class Backward:
     Attributes:
         given: the gradient of each output.
         returned: the gradient of each argument.
+        written: indices of the arguments that it has saved, and that have other values by then than
+            when it was called.
     """
 
     given: list[Laid | None]
     returned: list[Laid | None]
+    written: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,7 @@ class Call:
             anew in each forward may have values from there, which belong to the arguments.
         leaves: indices of arguments that are parameters, to whose `.grad` is added what it gives.
         is_copied: whether its tensors are copies: a large call is not judged.
+        memory: index of each tensor among the arguments -> where it lies.
         bound: arguments that are parameters of modules which other arguments call.
         outputs: copies of what it gave.
         wrote: indices of the tensors that need a gradient, to which it wrote without declaring it.
@@ -121,6 +127,7 @@ class Call:
     by_itself: bool = True
     leaves: frozenset[int] = frozenset()
     is_copied: bool = True
+    memory: dict[int, int] = field(default_factory=dict)
     bound: list[Bound] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
     wrote: list[int] = field(default_factory=list)
@@ -322,6 +329,30 @@ def _needs_gradient(arguments: Sequence[Any]) -> bool:
     return any(isinstance(value, torch.Tensor) and value.requires_grad for value in arguments)
 
 
+def _memory(arguments: Sequence[Any]) -> dict[int, int]:
+    return {
+        index: value.data_ptr()
+        for index, value in enumerate(arguments)
+        if isinstance(value, torch.Tensor) and is_plain(value)
+    }
+
+
+def _written(context: Any) -> list[int]:
+    """Return the indices of the arguments that a call has saved, and that have other values now."""
+    call: Call | None = getattr(context, _MARK, None)
+    if call is None or call.backward is not None or not call.is_copied:
+        return []
+    saved = {one.data_ptr(): one for one in saved_tensors(context, "tensors") if is_plain(one)}
+    found = list[int]()
+    with Apart(), torch.no_grad():
+        for index, memory in call.memory.items():
+            now = saved.get(memory)
+            then = call.arguments[index]
+            if now is not None and now.shape == then.shape and not torch.equal(now, then):
+                found.append(index)
+    return found
+
+
 def waits_for_ranks() -> bool:
     """Return whether a function may be called only where all ranks call it."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -353,7 +384,12 @@ class Recorder:
                 call = None
                 if not torch.compiler.is_compiling():
                     with contextlib.suppress(Exception):  # nothing is raised into the program
-                        call = self._begin(kind, key, arguments[first:], by_itself=by_itself)
+                        call = self._begin(
+                            kind,
+                            key,
+                            arguments[first:],
+                            by_itself=by_itself,
+                        )
                 output = forward(*arguments)
                 if call is not None:
                     context = arguments[0] if first else None
@@ -365,10 +401,14 @@ class Recorder:
 
         def backward_of(backward: Callable[..., Any]) -> Callable[..., Any]:
             def recorded(context: Any, *gradients: Any) -> Any:
+                written = list[int]()
+                if not torch.compiler.is_compiling():
+                    with contextlib.suppress(Exception):
+                        written = _written(context)
                 found = backward(context, *gradients)
                 if not torch.compiler.is_compiling():
                     with contextlib.suppress(Exception):
-                        self._note_backward(kind, context, gradients, found)
+                        self._note_backward(kind, context, gradients, found, written)
                 return found
 
             return recorded
@@ -422,6 +462,7 @@ class Recorder:
                 by_itself,
                 _leaves(arguments),
                 small,
+                _memory(arguments),
                 _bound(arguments),
             )
         of_class[signature] = call
@@ -438,17 +479,26 @@ class Recorder:
             return
         outputs = output if isinstance(output, tuple) else (output,)
         call.outputs = [_copy(value) for value in outputs]
-        call.wrote = [
+        changed = [
             index
             for index, (now, then) in enumerate(zip(arguments, call.arguments, strict=True))
-            if isinstance(now, torch.Tensor)
-            and now.requires_grad
-            and not any(now is one for one in dirty)
-            and not torch.equal(now, then)
+            if isinstance(now, torch.Tensor) and not torch.equal(now, then)
+        ]
+        # what the forward itself has written to is no memory of what it was called with
+        call.memory = {i: at for i, at in call.memory.items() if i not in changed}
+        call.wrote = [
+            index
+            for index in changed
+            if arguments[index].requires_grad and not any(arguments[index] is one for one in dirty)
         ]
 
     def _note_backward(
-        self, kind: type, context: Any, gradients: Sequence[Any], found: Any
+        self,
+        kind: type,
+        context: Any,
+        gradients: Sequence[Any],
+        found: Any,
+        written: list[int],
     ) -> None:
         returned = found if isinstance(found, tuple) else (found,)
         if torch.is_grad_enabled() and kind not in self.differentiated:
@@ -461,7 +511,8 @@ class Recorder:
         if call is None or call.backward is not None or not call.is_copied:
             return
         with Apart(), torch.no_grad():
-            call.backward = Backward([*map(Laid.of, gradients)], [*map(Laid.of, returned)])
+            given = [*map(Laid.of, gradients)]
+            call.backward = Backward(given, [*map(Laid.of, returned)], written)
 
     def _note_further(self, kind: type, _: torch.Tensor) -> None:
         self.differentiated.add(kind)
@@ -599,7 +650,12 @@ class _Muted(Recorder):
     ) -> Call | None:
         if self._owner.is_muted:
             return None
-        return super()._begin(kind, key, arguments, by_itself=by_itself)
+        return super()._begin(
+            kind,
+            key,
+            arguments,
+            by_itself=by_itself,
+        )
 
 
 @contextlib.contextmanager

@@ -2,12 +2,14 @@
 
 To walk a graph takes longer than all else in a pass. What it would find is known where the program
 makes as many nodes from pass to pass as it did when the graph was walked, where as many parameters
-require a gradient, where the program has no hook on any of them, and where the gradient arrives at
-the same ones.
+require a gradient, where the program has no hook on any of them, where the first one below is the
+same, and where the gradient arrives at the same ones. Another copy of a model makes as many nodes,
+and is told by that first parameter.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +17,12 @@ from typing import Any
 import torch
 
 from gradcheck_suite.auditing.places import Place
-from gradcheck_suite.auditing.terms import edge_of
+from gradcheck_suite.auditing.terms import edge_of, is_leaf
 
 ALIKE = 3
 """Walks in a row that have found the same, after which a graph of this place is known."""
+LONGEST_WAY = 64
+"""Nodes from the loss on, of which one may be the node of a parameter."""
 WALKED_EVERY = 16
 """Passes of a place after which its graph is walked all the same."""
 UNKNOWN = -1
@@ -32,19 +36,42 @@ class Made:
         nodes: the number that autograd gives to the node which goes backward: it counts them.
         parameters: the number of those that are known and require a gradient.
         has_hooks: whether the program has a hook on one of them.
+        first: the parameter that is met first on the way down; None where that is long.
     """
 
     nodes: int
     parameters: int
     has_hooks: bool
+    first: torch.Tensor | None = None
 
     @staticmethod
     def of(roots: Iterable[Any], parameters: Iterable[torch.Tensor | None]) -> Made:
         """Return what has been made for what goes backward now."""
-        numbers = [node._sequence_nr() for node, _ in map(edge_of, roots)]
+        nodes = [node for node, _ in map(edge_of, roots)]
+        numbers = [node._sequence_nr() for node in nodes]
         trained = [p for p in parameters if p is not None and p.requires_grad]
         has_hooks = any(map(_has_hooks, trained))
-        return Made(max(numbers, default=UNKNOWN), len(trained), has_hooks)
+        first = _first_parameter(nodes[0]) if nodes else None
+        return Made(
+            max(numbers, default=UNKNOWN),
+            len(trained),
+            has_hooks,
+            first,
+        )
+
+
+def _first_parameter(node: Any) -> torch.Tensor | None:
+    """Return the parameter of the first node on the way down that has one; None on a long way."""
+    for _ in range(LONGEST_WAY):
+        below = [one for one, _ in node.next_functions if one is not None]
+        for one in below:
+            if is_leaf(one):
+                found: torch.Tensor = one.variable
+                return found
+        if not below:
+            return None
+        node = below[0]
+    return None
 
 
 def _has_hooks(parameter: torch.Tensor) -> bool:
@@ -62,6 +89,7 @@ class _Graph:
         made: nodes between the passes, and parameters, when the graph was walked last.
         alike: walks in a row that have found the same.
         since: passes since the last walk.
+        first: a reference to the parameter that was met first.
     """
 
     keys: frozenset[int] = frozenset()
@@ -69,6 +97,12 @@ class _Graph:
     made: tuple[int, int] = (UNKNOWN, UNKNOWN)
     alike: int = 0
     since: int = 0
+    first: weakref.ref[torch.Tensor] | None = None
+
+    def is_same_first(self, first: torch.Tensor | None) -> bool:
+        """Return whether a parameter is the one that was met first in the last pass."""
+        last = None if self.first is None else self.first()
+        return first is last and (self.first is None or last is not None)
 
 
 class KnownGraphs:
@@ -88,9 +122,10 @@ class KnownGraphs:
         now = made.nodes - graph.last, made.parameters
         graph.last = made.nodes
         graph.since += 1
-        if made.has_hooks or now != graph.made:
+        if made.has_hooks or now != graph.made or not graph.is_same_first(made.first):
             graph.made = now
             graph.alike = 0
+            graph.first = None if made.first is None else weakref.ref(made.first)
         knows = graph.alike >= ALIKE and graph.since < WALKED_EVERY
         self.has_passed_by |= knows
         return knows

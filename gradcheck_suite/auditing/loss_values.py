@@ -5,13 +5,18 @@ saved, such as predictions and targets, is what the backward reads. Where the lo
 the latter has another value, something of it was written in between, also by ways of which torch
 does not know (numpy, `.data`).
 
+The same is asked of what is computed outside of recorded calls, as by weights that a program uses
+itself: a node that has saved what it gives, as a tanh, must give that of what the node below has
+saved.
+
 A row of the table says how one node computes its output; from the first node on that has no row, or
 whose inputs are not known, nothing is known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +24,7 @@ import torch
 from torch.nn import functional
 
 from gradcheck_suite.auditing.saved_values import Written, saved_tensors
-from gradcheck_suite.auditing.terms import is_leaf, kind
+from gradcheck_suite.auditing.terms import CALL, is_leaf, kind
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF
 
 MOST_ELEMENTS = 1 << 22
@@ -28,6 +33,10 @@ DEEPEST = 100
 """Nodes from the loss on that are gone down."""
 ROUNDINGS = 2.0**10
 """Unit roundoffs, relative to the sum of the sizes of what is added up, by which a value may differ."""
+LOW_PRECISION = 2.0**-12
+"""Unit roundoff from which on kernels add up in a higher precision, and round what they give once."""
+OF_LOW_PRECISION = 16.0
+"""Unit roundoffs by which what one node gives may differ there."""
 
 NO_EDGE: tuple[Any, int] = (None, 0)
 Inputs = Sequence[torch.Tensor]
@@ -177,6 +186,11 @@ ROWS: Mapping[str, Row] = {
     "Mean": Row(UNSAVED, _reduced(torch.mean), adds=True),
     "Sum": Row(UNSAVED, _reduced(torch.sum), adds=True),
     "Dot": Row(("self", "tensor"), lambda n, x: x[0].dot(x[1]), adds=True),
+    "Addmm": Row(
+        ("", "mat1", "mat2"),
+        lambda n, x: torch.addmm(x[0], x[1], x[2], beta=n._saved_beta, alpha=n._saved_alpha),
+        adds=True,
+    ),
     "Mm": Row(("self", "mat2"), lambda n, x: x[0] @ x[1], adds=True),
     "Mv": Row(("self", "vec"), lambda n, x: x[0] @ x[1], adds=True),
     # elements in other places
@@ -222,6 +236,17 @@ RESULTS = frozenset(
     ["Exp", "LogSoftmax", "Relu", "Rsqrt", "Sigmoid", "Softmax", "Sqrt", "Tanh", "Reciprocal"]
 )
 """Nodes that have saved what they give."""
+REPEATED: Mapping[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "LogSoftmax": lambda n, x: x.log_softmax(_signed(n._saved_dim)),
+    "Relu": lambda n, x: x.relu(),
+    "Sigmoid": lambda n, x: x.sigmoid(),
+    "Softmax": lambda n, x: x.softmax(_signed(n._saved_dim)),
+    "Tanh": lambda n, x: x.tanh(),
+}
+"""Those of them that are computed again: none is steeper than `STEEPEST`."""
+STEEPEST = 2.0
+MOST_NODES = 1000
+"""Nodes outside of recorded calls that are looked at."""
 
 
 @dataclass
@@ -233,7 +258,10 @@ class _Values:
         kinds: the nodes that have saved something that has a part in it.
         of_parameters: whether a parameter has.
         coarsest: the largest unit roundoff on the way.
+        reads_leaves: whether a parameter that no node has saved has the value of now.
     """
+
+    reads_leaves: bool = False
 
     known: dict[tuple[Any, int], Known | None] = field(default_factory=dict)
     kinds: dict[str, None] = field(default_factory=dict)
@@ -253,10 +281,24 @@ class _Values:
             self.known[node, index] = with_value
         return self.known[node, index]
 
+    def disagrees(self, node: Any) -> bool:
+        """Return whether a node has saved another result than that of what is below it."""
+        below = self.of(*node.next_functions[0])
+        saved = self._saved(node, "result")
+        if below is None or saved is None or below.value.numel() > MOST_ELEMENTS:
+            return False
+        now = REPEATED[kind(node)](node, below.value)
+        if now.shape != saved.value.shape:
+            return False
+        roundings = ROUNDINGS if self.coarsest < LOW_PRECISION else OF_LOW_PRECISION
+        allowed = STEEPEST * roundings * self.coarsest * below.size.max()
+        off = (now - saved.value).abs().max()
+        return bool(off > allowed) and math.isfinite(float(off))
+
     def _computed(self, node: Any, depth: int) -> Known | None:
         name = kind(node)
         if is_leaf(node):
-            return None
+            return _known(node.variable) if self.reads_leaves else None
         if name in RESULTS:
             return self._saved(node, "result")
         row = ROWS.get(name)
@@ -300,9 +342,63 @@ class _Values:
         if found is None or found.layout != torch.strided or found.is_complex():
             return None
         self.kinds[kind(node)] = None
-        found = found.detach()
-        is_signed = found.dtype.is_signed and found.numel() <= MOST_ELEMENTS
-        return Known(found, found.abs() if is_signed else found)
+        return _known(found)
+
+
+def _known(tensor: torch.Tensor) -> Known:
+    found = tensor.detach()
+    is_signed = found.dtype.is_signed and found.numel() <= MOST_ELEMENTS
+    return Known(found, found.abs() if is_signed else found)
+
+
+def rewritten_outside(loss: torch.Tensor) -> Written | None:
+    """Return what was written of that which nodes outside of recorded calls have saved.
+
+    Waits for a device where it lies on one.
+    """
+    values = _Values(reads_leaves=True)
+    with torch.no_grad(), torch.autocast(loss.device.type, enabled=False):
+        for node in _nodes_outside(loss.grad_fn):
+            if values.disagrees(node):
+                said = (
+                    f"{kind(node)}, outside of the modules' calls, has given something else than"
+                    " follows now from what the nodes below it have saved for the backward: inputs,"
+                    " or parameters, were written after it was computed, as through numpy or"
+                    " `.data`"
+                )
+                is_of_weights = _reads_weights_alone(node.next_functions[0][0])
+                return Written("stale-parameters" if is_of_weights else "changed-batch", said)
+    return None
+
+
+def _reads_weights_alone(node: Any) -> bool:
+    """Return whether all that a node has saved, and that no other node gives, are parameters."""
+    if node is None or is_leaf(node):
+        return False
+    names = ROWS[kind(node)].inputs
+    edges = [below for below, _ in node.next_functions]
+    if not any(names):
+        return _reads_weights_alone(edges[0])
+    saved = [below for name, below in zip(names, edges, strict=True) if name]
+    return None not in saved
+
+
+def _nodes_outside(root: Any) -> Iterator[Any]:
+    """Yield the nodes below one that save what they give, outside of recorded calls."""
+    stack = [root]
+    seen = set[Any]()
+    while stack and len(seen) < MOST_NODES:
+        node = stack.pop()
+        if node is None or node in seen or is_leaf(node):
+            continue
+        seen.add(node)
+        inputs = node.metadata.get(CALL)
+        if inputs is not None and node not in inputs:
+            stack += inputs
+            continue
+        if kind(node) in REPEATED:
+            yield node
+        stack += [below for below, _ in node.next_functions]
 
 
 def rewritten_loss(loss: torch.Tensor) -> Written | None:

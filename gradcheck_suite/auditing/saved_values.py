@@ -24,7 +24,13 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from gradcheck_suite.auditing import samples
-from gradcheck_suite.auditing.samples import Fingerprint, Together, fingerprint, is_plain, is_same
+from gradcheck_suite.auditing.samples import (
+    BatchedSampler,
+    Fingerprint,
+    fingerprint,
+    is_plain,
+    is_same,
+)
 from gradcheck_suite.auditing.terms import MARK, is_leaf, kind
 from gradcheck_suite.run.functions import nodes_from
 
@@ -136,7 +142,7 @@ def _marks(tensors: Sequence[torch.Tensor]) -> list[Fingerprint]:
         if is_plain(tensor) and tensor.numel() * tensor.element_size() <= MOST_BYTES
     }
     some = [tensor for i, tensor in enumerate(tensors) if i not in whole]
-    sampled = iter(Together().taken(some, whole=False)[0] if some else ())
+    sampled = iter(BatchedSampler().taken(some, whole=False)[0] if some else ())
     return [fingerprint(t) if i in whole else next(sampled) for i, t in enumerate(tensors)]
 
 
@@ -209,8 +215,7 @@ def _named(saved: Saved, noted: Noted) -> Written | None:
     reads = f"between a call of {of} and its backward, which reads it ({kind(saved.node)})"
     for name, parameter in module.named_parameters():
         if _memory(parameter) == where:
-            said = f"parameter {name} was written {reads}"
-            return None if parameter.requires_grad else Written("stale-parameters", said)
+            return Written("stale-parameters", f"parameter {name} was written {reads}")
     for name, buffer in module.named_buffers():
         if _memory(buffer) == where:
             return Written("changed-batch", f"buffer {name} was written {reads}")

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice, product
+from itertools import chain, islice, product
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from gradcheck_suite.judge.weights import ADDED, MOST_ADDED
 
 
 @dataclass
-class Use:
+class ObjectiveInWindow:
     """One objective in one window, for the run to judge.
 
     Attributes:
@@ -38,12 +38,14 @@ class Use:
         length: the number of passes at the call sites that the objective comes from.
         whole: whether the objective is in every one of them.
         others: the objectives of the same window that have right weights.
+        beside: all other objectives of the same window.
         alone: whether the fault is this objective's own: others are right or, where its weights are
             unequal, equal.
         taken_out: by what `.grad` was multiplied after the last pass, where that is a part of the
             weights; else 1.
         own: C by the count that fits the run.
         total: C of all objectives of the window together, where they have the same passes.
+        together: these, in the window.
         right: whether C is 1, of this objective or of all together.
     """
 
@@ -53,10 +55,12 @@ class Use:
     whole: bool
     others: Sequence[Objective]
     alone: bool
+    beside: Sequence[Objective] = ()
     taken_out: float = 1.0
     count: str = ""
     own: float = 0.0
     total: float | None = None
+    together: Sequence[ObjectiveInWindow] = ()
     right: bool = False
 
     @property
@@ -101,7 +105,7 @@ class Use:
 
 
 @dataclass(frozen=True)
-class Scale:
+class WrongScale:
     """A coefficient that is no coefficient of the program's.
 
     Attributes:
@@ -115,7 +119,7 @@ class Scale:
         shown_by: by what the weights of the losses are multiplied where they are shown.
     """
 
-    use: Use
+    use: ObjectiveInWindow
     note: str
     cause: str
     name: str = "wrong-scale"
@@ -124,7 +128,7 @@ class Scale:
     shown_by: float = 1.0
 
 
-def _choose_count(uses: Sequence[Use]) -> None:
+def _choose_count(uses: Sequence[ObjectiveInWindow]) -> None:
     """Choose one way of counting for the whole run: the one that is right most often."""
     names = set.intersection(*(set(use.objective.coefficients) for use in uses))
     first = uses[0]
@@ -148,14 +152,14 @@ def _choose_count(uses: Sequence[Use]) -> None:
         use.right = near(use.own, 1.0, use.objective.tolerance)
 
 
-def _count_together(windows: Sequence[Sequence[Use]]) -> None:
+def _count_together(windows: Sequence[Sequence[ObjectiveInWindow]]) -> None:
     """Add up the coefficients of some objectives in each window: those of (a + b) / 2 are 1
     together.
 
     Where none is right alone, as the terms of label smoothing, each is counted such that they are
     right together in the most windows, else the sum of a window's means.
     """
-    if not any(use.right for several in windows for use in several):
+    if not any(use.right for use in chain.from_iterable(windows)):
         names = [
             set.intersection(*({*use.objective.coefficients} for use in uses))
             for uses in zip(*windows, strict=True)
@@ -176,13 +180,15 @@ def _count_together(windows: Sequence[Sequence[Use]]) -> None:
             )
 
         chosen = max(islice(product(*map(sorted, names)), MOST_CHOICES), key=fits)
-        for several in windows if any(fits(chosen)[:2]) else ():
+        fitting = windows if any(fits(chosen)[:2]) else ()
+        for several in fitting:
             for use, name in zip(several, chosen, strict=True):
                 use.count = name
                 use.own = use.objective.coefficients[name]
     for several in windows:
         for use in several:
             use.total = sum(other.own for other in several)
+            use.together = several
             use.right = use.right or near(use.total, 1.0, use.objective.tolerance)
 
 
@@ -203,14 +209,14 @@ class Run:
         declared_k: the accumulation steps that the user states or the trainer is configured with.
     """
 
-    uses: Sequence[Use]
+    uses: Sequence[ObjectiveInWindow]
     ranks: int
     declared_k: int | None
 
     @cached_property
-    def by_length(self) -> Mapping[int, Sequence[Use]]:
+    def by_length(self) -> Mapping[int, Sequence[ObjectiveInWindow]]:
         """The windows of each number of passes."""
-        found: defaultdict[int, list[Use]] = defaultdict(list)
+        found: defaultdict[int, list[ObjectiveInWindow]] = defaultdict(list)
         for use in self.uses:
             found[use.length].append(use)
         return found
@@ -221,7 +227,7 @@ class Run:
         return max(self.by_length, key=lambda length: (len(self.by_length[length]), length))
 
     @cached_property
-    def right(self) -> Sequence[Use]:
+    def right(self) -> Sequence[ObjectiveInWindow]:
         """The windows of several passes in which C is 1."""
         return [use for use in self.uses if use.right and use.length > 1]
 
@@ -264,7 +270,7 @@ class UseInRun:
         run: all.
     """
 
-    use: Use
+    use: ObjectiveInWindow
     run: Run
 
     @property
@@ -335,14 +341,14 @@ class Reading:
     applies: Callable[[E], bool]
     says: str
 
-    def value(self, use: Use, ranks: int) -> float:
+    def value(self, use: ObjectiveInWindow, ranks: int) -> float:
         """Return the product in a window."""
         found = 1.0
         for name, power in self.factors.items():
             found *= factor_of(name, use.length, ranks, power).value
         return found
 
-    def cause(self, use: Use, ranks: int) -> str:
+    def cause(self, use: ObjectiveInWindow, ranks: int) -> str:
         """Return the cause in the table of faults."""
         name, power = next(iter(self.factors.items()))
         return factor_of(name, use.length, ranks, power).cause
@@ -410,17 +416,19 @@ READINGS = (
 """What a coefficient may be, the surest first."""
 
 
-def _of_own(use: Use) -> float | None:
+def _of_own(use: ObjectiveInWindow) -> float | None:
     return use.own
 
 
-def _of_all(use: Use) -> float | None:
+def _of_all(use: ObjectiveInWindow) -> float | None:
     return use.total
 
 
 def _read(e: E) -> Read | None:
     """Return the first reading that fits, of this objective alone or of all together."""
-    alone_or_together: list[tuple[str, Callable[[Use], float | None]]] = [("", _of_own)]
+    alone_or_together: list[tuple[str, Callable[[ObjectiveInWindow], float | None]]] = [
+        ("", _of_own)
+    ]
     if e.use.total is not None and not e.use.others:
         alone_or_together.append((" (all losses together)", _of_all))
     applying = [one for one in READINGS if one.applies(e)]
@@ -432,7 +440,7 @@ def _read(e: E) -> Read | None:
 
 
 def _fitting(
-    e: E, reading: Reading, what: str, coefficient: Callable[[Use], float | None]
+    e: E, reading: Reading, what: str, coefficient: Callable[[ObjectiveInWindow], float | None]
 ) -> Read | None:
     """Return a reading where the coefficient of the window is its number."""
     use = e.use
@@ -448,9 +456,26 @@ def _fitting(
     # of a coefficient that changes from step to step, one value may be any number
     alike = e.run.by_length[use.length]
     changes = any(not one.right and one not in fitting for one in alike)
-    is_unclear = bool(use.others) or changes or _may_be_own(e, cause, what)
+    are_divided = bool(what) and any(map(_has_its_share, use.together))
+    is_unclear = bool(use.others) or changes or are_divided or _may_be_own(e, cause, what)
     why = reading.says.format(r=use.length, ranks=ranks)
-    return Read(reading.value(use, ranks), what, why, cause, len(fitting), is_unclear)
+    return Read(
+        reading.value(use, ranks),
+        what,
+        why,
+        cause,
+        len(fitting),
+        is_unclear,
+    )
+
+
+def _has_its_share(use: ObjectiveInWindow) -> bool:
+    """Return whether each micro-batch is seen to have its share of the window: then that several
+    coefficients add up to its length is chance.
+    """
+    divisors = (use.length, use.items)
+    is_divided = any(use.objective.is_divided_by(number) for number in divisors)
+    return is_divided or spread(use.masses) > use.objective.tolerance
 
 
 def _may_be_own(e: E, cause: str, what: str) -> bool:
@@ -465,7 +490,7 @@ def _may_be_own(e: E, cause: str, what: str) -> bool:
     return (use.is_mean and use.objective.is_divided_by(use.length)) or _may_be_divided(use, what)
 
 
-def _may_be_divided(use: Use, what: str) -> bool:
+def _may_be_divided(use: ObjectiveInWindow, what: str) -> bool:
     """Return whether a division by the window's length may be there, though the weights lack it."""
     r = use.length
     window = use.window
@@ -650,7 +675,8 @@ def _is_longer_than_its_divisor(e: E) -> Seen:
     seen = _is_divided_by_other_length(e)
     if not isinstance(seen, ScaleSighting):
         return None
-    passes, whole = e.use.length, seen.numbers["q"]
+    passes = e.use.length
+    whole = seen.numbers["q"]
     is_several = isinstance(whole, int) and passes > whole and passes % whole == 0
     return seen if is_several and whole in e.run.by_length else None
 
@@ -734,7 +760,7 @@ def _denominator(e: E) -> int | None:
     return _divisor(use) if varies else None
 
 
-def _divisor(use: Use) -> int | None:
+def _divisor(use: ObjectiveInWindow) -> int | None:
     """Return one over the weight of an item, where it is a number of about the window's count."""
     weight = use.objective.weight
     divisor = 1 / weight if weight > 0 else 0.0
@@ -746,7 +772,7 @@ FEWEST_COUNTS = 3
 """Counts of windows that may show a rule of their denominators: of two, the same rest may be chance."""
 
 
-def _is_off_by_a_count(uses: Sequence[Use]) -> bool:
+def _is_off_by_a_count(uses: Sequence[ObjectiveInWindow]) -> bool:
     """Return whether each window's denominator is its count and a rest, which is the same in all or
     goes with something else that is counted, such as one target for each row.
     """
@@ -760,7 +786,7 @@ def _is_off_by_a_count(uses: Sequence[Use]) -> bool:
     return any(_is_proportional(rests, counts) for counts in candidates)
 
 
-def _follows_no_count(uses: Sequence[Use]) -> bool:
+def _follows_no_count(uses: Sequence[ObjectiveInWindow]) -> bool:
     """Return whether the denominators change from window to window, and go with nothing that is
     counted, as the count of the window before.
     """
@@ -796,27 +822,48 @@ def _is_wrong_count(e: E) -> Seen:
 def _is_running_count(e: E) -> Seen:
     """Ask whether what is added up is divided by a count that is never reset: of all windows so far,
     in each of them.
+    """
+    uses = e.run.uses
+    return _divided_by_numbers(e, [float(total) for total in np.cumsum([u.items for u in uses])])
 
-    The loss is, or `.grad` after the last pass.
+
+def _is_count_of_last(e: E) -> Seen:
+    """Ask whether what is added up is divided by the count of the window's last micro-batch, in each
+    window: a number of micro-batches that do not have it all alike.
+    """
+    counts = [use.objective.counts for use in e.run.uses]
+    for name in sorted(set.intersection(*map(set, counts))):
+        lasts = [of[name][-1] for of in counts]
+        # a mean of each that is made by hand has equal counts
+        is_mean = _is_proportional(lasts, [sum(of[name]) for of in counts])
+        found = None if is_mean else _divided_by_numbers(e, lasts)
+        if found is not None:
+            return found
+    return None
+
+
+def _divided_by_numbers(e: E, numbers: Sequence[float]) -> Seen:
+    """Ask whether an item of each window weighs one over a number of it: the loss is divided by it, or
+    `.grad` after the last pass.
     """
     uses = e.run.uses
     if len(uses) < FEWEST_COUNTS or not e.run.is_whole or e.use.is_mean:
         return None
-    totals = [float(total) for total in np.cumsum([use.items for use in uses])]
     at = next(i for i, use in enumerate(uses) if use is e.use)
-    numbers = {"divisor": totals[at], "items": e.use.items}
-    if _are_shares(uses, [1.0] * len(uses), totals):
-        return ScaleSighting(numbers)
+    told = {"divisor": numbers[at], "items": e.use.items}
+    if _are_shares(uses, [1.0] * len(uses), numbers):
+        return ScaleSighting(told)
     # of a window that is right with it, the factor is a part of the weights already
     factors = [1.0 if use.taken_out != 1.0 else use.window.factor or 1.0 for use in uses]
-    if _are_shares(uses, factors, totals):
-        return ScaleSighting(
-            numbers, expected=e.use.own * totals[at] / e.use.items, shown_by=factors[at]
-        )
+    if _are_shares(uses, factors, numbers):
+        expected = e.use.own * numbers[at] / e.use.items
+        return ScaleSighting(told, expected=expected, shown_by=factors[at])
     return None
 
 
-def _are_shares(uses: Sequence[Use], factors: Sequence[float], totals: Sequence[float]) -> bool:
+def _are_shares(
+    uses: Sequence[ObjectiveInWindow], factors: Sequence[float], totals: Sequence[float]
+) -> bool:
     """Return whether an item of each window weighs one over a number of it."""
     return all(
         near(use.objective.weight * factor * total, 1.0, max(use.objective.tolerance, 1e-5))
@@ -836,6 +883,41 @@ def _is_miscounted(e: E) -> Seen:
 
 
 # What other losses show, and what is left.
+
+
+def _is_scaled(objective: Objective, scale: float) -> bool:
+    """Return whether each loss is seen to be multiplied by a scale."""
+    return objective.is_divided_by(1 / scale)
+
+
+def _lacks_scale(e: E) -> Seen:
+    """Ask whether a loss is not multiplied by the scale of the GradScaler that divides the gradient
+    by it, where another one of the window is.
+    """
+    use = e.use
+    scale = use.window.step.scale
+    if not scale or near(scale, 1.0, 1e-6) or _is_scaled(use.objective, scale):
+        return None
+    # a scale that is in no number on its way, as in a tensor of weights, is in its weight
+    is_small = use.own * scale <= use.length * (1 + use.objective.tolerance)
+    if not is_small or not any(_is_scaled(one, scale) for one in use.beside):
+        return None
+    return ScaleSighting({"scale": scale}, expected=use.own * scale)
+
+
+def _is_undivided_elsewhere(e: E) -> Seen:
+    """Ask whether a loss is divided by the window's length at another line of it, and here not."""
+    use = e.use
+    one = use.objective
+    r = len(use.window.passes)
+    alike = [o for o in use.beside if o.key[1] == one.key[1] and o.place != one.place]
+    beside = next((o for o in alike if o.is_divided_by(r)), None)
+    if beside is None or use.length == r or one.is_divided_by(r):
+        return None
+    if not all(near(mass, 1.0, one.tolerance) for mass in use.masses):
+        return None
+    numbers = {"term": one.term, "line": beside.line, "beside": beside.term}
+    return Sighting(numbers, where=one.line)
 
 
 def _is_undivided(e: E) -> Seen:
@@ -883,11 +965,22 @@ def _wrong(
     *causes: str,
     called: str = "wrong-scale",
 ) -> Rule[E]:
-    return Rule(name, called, holds, says, causes=causes)
+    return Rule(
+        name,
+        called,
+        holds,
+        says,
+        causes=causes,
+    )
 
 
 def _silent(name: str, holds: Callable[[E], Seen]) -> Rule[E]:
-    return Rule(name, "coefficient", holds, is_silent=True)
+    return Rule(
+        name,
+        "coefficient",
+        holds,
+        is_silent=True,
+    )
 
 
 _LEFT_IN = (
@@ -920,6 +1013,13 @@ _UNDIVIDED = Rule[E](
     "no division of this term ({term}) by the number of micro-batches is seen, where the one at"
     " {line} ({beside}) is a mean over the window",
 )
+_ELSEWHERE = Rule[E](
+    "undivided elsewhere",
+    "undivided-term",
+    _is_undivided_elsewhere,
+    "no division of this term ({term}) by the number of micro-batches is seen, where the one at"
+    " {line} ({beside}) is divided by the number of all of the window's",
+)
 _COEFFICIENT = Rule[E]("coefficient", "coefficient", _is_coefficient, COEFFICIENT)
 _IN_ORDER = in_order(
     _wrong(
@@ -929,6 +1029,20 @@ _IN_ORDER = in_order(
         " one",
         "running",
         called=WRONG_COUNT,
+    ),
+    _wrong(
+        "count of the last",
+        _is_count_of_last,
+        "each weighs 1/{divisor:g}, the count of the last micro-batch, where {items:g} count in the"
+        " window",
+        called=WRONG_COUNT,
+    ),
+    _wrong(
+        "not scaled",
+        _lacks_scale,
+        "1/{scale:g}: this loss is not multiplied by the scale of the GradScaler, by which the"
+        " gradient is divided before the step, and others of the window are",
+        "not-scaled",
     ),
     _silent("plain sum", _is_plain_sum),
     _wrong(
@@ -1009,6 +1123,7 @@ _RIGHT = _silent("right", _is_right)
 _NOT_RIGHT = (*_IN_ORDER, *_LEFT_IN, _UNDIVIDED, _COEFFICIENT)
 SCALE_RULES: Sequence[Rule[E]] = (
     _OTHER_COUNT,
+    replace(_ELSEWHERE, before=(_UNDIVIDED.name, _COEFFICIENT.name)),
     replace(_RIGHT, before=names(_NOT_RIGHT)),
     *_NOT_RIGHT,
 )
@@ -1018,7 +1133,7 @@ SCALE_RULES: Sequence[Rule[E]] = (
 # Windows that begin or end at the wrong micro-batch.
 
 
-def _as_window(e: E, scale: Scale) -> Scale:
+def _as_window(e: E, scale: WrongScale) -> WrongScale:
     """Name a window that is divided by another one's length as `verify` does."""
     use = e.use
     by_length = e.run.by_length
@@ -1029,7 +1144,9 @@ def _as_window(e: E, scale: Scale) -> Scale:
     return _of_windows(use, scale, e.run.uses)
 
 
-def _as_leak(use: Use, scale: Scale, usual: Sequence[Use]) -> Scale:
+def _as_leak(
+    use: ObjectiveInWindow, scale: WrongScale, usual: Sequence[ObjectiveInWindow]
+) -> WrongScale:
     """Name a window that is longer than whole ones.
 
     What leaks comes beside whole windows, and whole windows follow it: until one does, nothing is
@@ -1043,12 +1160,14 @@ def _as_leak(use: Use, scale: Scale, usual: Sequence[Use]) -> Scale:
     return replace(scale, name=scale.name if is_inside else "tail-leak", cause="")
 
 
-def _loops(use: Use) -> list[Loop | None]:
+def _loops(use: ObjectiveInWindow) -> list[Loop | None]:
     """Return where in its outer loops the program was in each pass."""
     return [seen.records[0].loop for _, seen in sorted(use.window.passes.items())]
 
 
-def _of_windows(use: Use, scale: Scale, uses: Sequence[Use]) -> Scale:
+def _of_windows(
+    use: ObjectiveInWindow, scale: WrongScale, uses: Sequence[ObjectiveInWindow]
+) -> WrongScale:
     """Name a window of another length that begins or ends at the wrong micro-batch."""
     usual = round(use.length * scale.expected / use.own) if use.own else 0
     loops = _loops(use)
@@ -1073,8 +1192,11 @@ def _of_windows(use: Use, scale: Scale, uses: Sequence[Use]) -> Scale:
 
 
 def scales(
-    history: Mapping[Key, list[Use]], ranks: int, declared_k: int | None, notes: Counter[Found]
-) -> list[Scale]:
+    history: Mapping[Key, list[ObjectiveInWindow]],
+    ranks: int,
+    declared_k: int | None,
+    notes: Counter[Found],
+) -> list[WrongScale]:
     """Return the coefficients that follow from how windows are cut up.
 
     Args:
@@ -1083,24 +1205,24 @@ def scales(
         declared_k: the accumulation steps that the user states or the trainer is configured with.
         notes: takes what is worth knowing and no fault.
     """
-    by_window: defaultdict[int, list[Use]] = defaultdict(list)
+    by_window: defaultdict[int, list[ObjectiveInWindow]] = defaultdict(list)
     for uses in history.values():
         _choose_count(uses)
         for use in uses:
             by_window[id(use.window)].append(use)
-    together: defaultdict[tuple[Key, ...], list[list[Use]]] = defaultdict(list)
+    together: defaultdict[tuple[Key, ...], list[list[ObjectiveInWindow]]] = defaultdict(list)
     for several in by_window.values():
         if len(several) > 1 and len({use.length for use in several}) == 1:
             together[tuple(use.objective.key for use in several)].append(several)
     for windows in together.values():
         _count_together(windows)
-    found = list[Scale]()
+    found = list[WrongScale]()
     for uses in history.values():
         found += _of_objective(Run(uses, ranks, declared_k), notes)
     return found
 
 
-def _of_objective(run: Run, notes: Counter[Found]) -> Iterator[Scale]:
+def _of_objective(run: Run, notes: Counter[Found]) -> Iterator[WrongScale]:
     """Yield the faults of one objective, and note what else its windows show."""
     for use in run.uses:
         e = UseInRun(use, run)
@@ -1134,12 +1256,12 @@ def _hidden(e: E, fault: Held[E]) -> Found:
     return _COEFFICIENT.finding(seen)
 
 
-def _scale_of(e: E, fault: Held[E]) -> Scale:
+def _scale_of(e: E, fault: Held[E]) -> WrongScale:
     """Return the fault of a coefficient."""
     seen = fault.seen
     assert isinstance(seen, ScaleSighting)
     cause = next(iter((*fault.rule.causes, *seen.causes)), "")
-    return Scale(
+    return WrongScale(
         e.use,
         fault.rule.says.format(**seen.numbers),
         cause,

@@ -8,7 +8,7 @@ import ast
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from typing import Literal
 
 import numpy as np
@@ -37,13 +37,14 @@ from gradcheck_suite.auditing.replay import (
     EARLIER,
     NEGLIGIBLE,
     UNKNOWN,
+    BackwardPass,
     Fit,
-    Seen,
     Source,
     StepWindow,
     near,
 )
 from gradcheck_suite.auditing.rules import Change, Need, Rule, Sighting, in_order, names
+from gradcheck_suite.auditing.vectors import size
 from gradcheck_suite.core.text import counted
 
 MOST_LINES = 3
@@ -54,6 +55,9 @@ FEWEST_LOST = 6
 """Passes that windows of one pass lose in turn, from which on that is no decision for some steps."""
 FEWEST_KEPT = 3
 """Gradients put together by hand whose coefficients may show a factor between neighbours: two tasks may have any."""
+
+FEWEST_WINDOWS = 3
+"""Windows that leave out the same micro-batches, from which on that is no choice of the program's."""
 
 E = WindowEvidence
 Found = Sighting | bool | None
@@ -122,7 +126,7 @@ def _is_moved_by_another(e: E) -> bool:
         return False
     *before, last = e.required
     window = e.window
-    steps = [at for j in before for at in _other_steps(window, e.indices[j])]
+    steps = list(chain.from_iterable(_other_steps(window, e.indices[j]) for j in before))
     between = any(at <= e.indices[last] for at in steps)
     return between and bool(e.in_sum[before].any())
 
@@ -161,7 +165,7 @@ class _Results:
 
 
 def _results(e: E) -> _Results:
-    is_there = np.abs(e.mean) > 1e-3
+    is_there = np.abs(e.mean) > _least_there(e)
     there = columns_of(e.by_hand & is_there)
     gone = columns_of(e.by_hand & ~is_there)
     both = e.places(there) & e.places(gone)
@@ -169,6 +173,19 @@ def _results(e: E) -> _Results:
         there=[j for j in there if e.places([j]) & both],
         gone=[j for j in gone if e.places([j]) & both],
     )
+
+
+def _least_there(e: E) -> float:
+    """Return the coefficient up to which a result is not in `.grad`.
+
+    In low precision it is known badly. A result that may be 0 is then taken for it where several
+    others are alike: it is no small share of a task.
+    """
+    values = np.abs(e.mean[e.by_hand])
+    unknown = 2 * e.window.error * size(values)
+    others = values[values > unknown]
+    are_alike = len(others) > 1 and np.ptp(others) <= unknown < others.min() / 2
+    return max(1e-3, unknown) if are_alike else 1e-3
 
 
 def _at_places(e: E, columns: Columns) -> Sighting:
@@ -191,6 +208,12 @@ def _has_raised(e: E, column: int) -> bool:
 # Gradients that the program has put together itself.
 
 
+def _is_misplaced(e: E) -> Found:
+    """Ask whether parameters have the gradients of others."""
+    keys = [*e.window.misplaced]
+    return Sighting(key=keys[0], keys=keys) if keys else None
+
+
 def _is_rescaled_by_program(e: E) -> Found:
     """Ask whether gradients that the program has kept are put together as a sum that is rescaled
     each time.
@@ -199,10 +222,10 @@ def _is_rescaled_by_program(e: E) -> Found:
     are micro-batches, and of their coefficients 2, the number of passes, and one over these are
     what adding a buffer to itself or dividing it each time gives.
     """
-    r = len(e.required)
-    if e.window.edit != BY_HAND or r < FEWEST_KEPT or not _are_micro_batches(e):
+    r = len(e.composed)
+    if e.window.edit != BY_HAND or r < FEWEST_KEPT or not e.are_micro_batches:
         return None
-    values = e.mean[e.required]
+    values = e.mean[e.composed]
     if not values.all() or not e.is_alike:
         return None
     tolerance = max(1e-3, 4 * e.window.error)
@@ -216,12 +239,31 @@ def _is_rescaled_by_program(e: E) -> Found:
     return Sighting(more=f" (the micro-batches weigh {listed})")
 
 
-def _are_micro_batches(e: E) -> bool:
-    """Return whether the passes come from one line, have one loss, and reach the same parameters."""
-    records = [record for j in e.required for record in e.pass_of(j).records]
-    losses = {tuple(term.expression for term in record.terms) for record in records}
-    reached = {frozenset(record.arrivals) for record in records}
-    return len(e.places(e.required)) == 1 and len(losses) == 1 and len(reached) == 1
+def _is_left_out_each_time(windows: Sequence[E]) -> Found:
+    """Ask whether the same micro-batches of each window are not in what the program puts together.
+
+    In one window a program may have chosen: another one tells.
+    """
+    first = windows[0]
+    gone = _gone(first)
+    if len(windows) < FEWEST_WINDOWS or not gone or any(_gone(one) != gone for one in windows):
+        return None
+    numbers = [str(first.composed.index(j)) for j in gone]
+    return Sighting({"gone": ", ".join(numbers), "number": len(first.composed)})
+
+
+def _gone(e: E) -> Columns:
+    """Return the micro-batches that are not in a sum which has several others alike."""
+    if e.window.edit != BY_HAND or not e.are_micro_batches:
+        return []
+    values = np.abs(e.mean[e.composed])
+    least = max(1e-3, 4 * e.window.error) * values.max()
+    there = values[values > least]
+    gone = [j for j, value in zip(e.composed, values, strict=True) if value <= least]
+    is_sum = len(there) > 1 and np.ptp(there) <= 1e-2 * there.max()
+    # what was moved between is of another point, as the first one of two
+    last = e.composed[-1]
+    return gone if is_sum and not any(e.moved(j, last) for j in gone) else []
 
 
 def _is_fitted(e: E) -> bool:
@@ -242,7 +284,7 @@ def _is_hidden(fit: Fit) -> bool:
 def _are_copies(e: E) -> bool:
     """Return whether passes that were reset are in `.grad`, as the program has kept copies."""
     fit = _edited(e)
-    return fit is not None and fit.tells and bool(fit.lost) and fit.is_of_copies
+    return fit is not None and fit.is_identifiable and bool(fit.lost) and fit.is_of_copies
 
 
 def _is_of_copies(e: E) -> bool:
@@ -261,7 +303,7 @@ def _is_like_by_chance(e: E) -> bool:
 def _is_covered(e: E) -> bool:
     """Return whether something else covers what an edited `.grad` has of the passes."""
     fit = _edited(e)
-    if fit is None or not e.lost or not fit.tells:
+    if fit is None or not e.lost or not fit.is_identifiable:
         return False
     return fit.is_blank or (_is_hidden(fit) and not fit.is_plausible)
 
@@ -269,7 +311,7 @@ def _is_covered(e: E) -> bool:
 def _is_too_small(e: E) -> bool:
     """Return whether an edited `.grad` has too few elements to tell its passes apart."""
     fit = _edited(e)
-    return fit is not None and bool(e.lost) and not fit.tells
+    return fit is not None and bool(e.lost) and not fit.is_identifiable
 
 
 _UNLIKE = (
@@ -293,7 +335,7 @@ TOLD_APART = (LIKENESS, UNCOVERED, ENOUGH_ELEMENTS)
 
 def _is_unknown(e: E) -> bool:
     """Return whether something that no event explains stands in `.grad`."""
-    return any(index == UNKNOWN for one in e.sums for _, index in one)
+    return any(index == UNKNOWN for _, index in chain.from_iterable(e.sums))
 
 
 def _is_clipped_between(e: E) -> Found:
@@ -392,7 +434,7 @@ Items = Sequence[tuple[float, float]]
 
 
 def _mass(passes: Sequence[Items]) -> float:
-    return sum(weight * count for items in passes for weight, count in items)
+    return sum(weight * count for weight, count in chain.from_iterable(passes))
 
 
 def _of_first_point(
@@ -529,7 +571,7 @@ def _is_whole_mean_after_leaving(e: E) -> bool:
     leaves = change is not None and change.line is not None and is_skipped(change.line)
     if not leaves and not is_tried(e.pass_of(max(e.lost)).site):
         return False
-    return weigh_one(e.window, used_of(e.window))
+    return weigh_one(e.window, pass_coefficients(e.window))
 
 
 def _is_cut_off(e: E) -> Found:
@@ -728,7 +770,13 @@ def _edits(e: E) -> Change | None:
     """Return where `.grad` may have been edited between the passes."""
     if len(e.required) < 2:
         return None
-    return _between(e, e.required[0], e.record(e.required[-1]), is_edit, "edit")
+    return _between(
+        e,
+        e.required[0],
+        e.record(e.required[-1]),
+        is_edit,
+        "edit",
+    )
 
 
 def _is_clipping(e: E) -> bool:
@@ -736,7 +784,13 @@ def _is_clipping(e: E) -> bool:
     edits = _edits(e)
     if edits is None:
         return False
-    clips = _between(e, e.required[0], e.record(e.required[-1]), is_clipping, "edit")
+    clips = _between(
+        e,
+        e.required[0],
+        e.record(e.required[-1]),
+        is_clipping,
+        "edit",
+    )
     return clips is not None and edits.lines == clips.lines
 
 
@@ -750,7 +804,13 @@ def _between(
     before = e.record(first)
     same_loop = before.loop is not None and before.loop == after.loop
     step = e.window.step.place
-    lines = lines_between(is_one, before.place, after.place, step, same_loop=same_loop)
+    lines = lines_between(
+        is_one,
+        before.place,
+        after.place,
+        step,
+        same_loop=same_loop,
+    )
     return Change(what, lines) if 0 < len(lines) <= MOST_LINES else None
 
 
@@ -766,20 +826,20 @@ def weigh_one(window: StepWindow, coefficients: Mapping[Source, float]) -> bool:
     return any(near(abs(weight), window.step.scale or 1.0, 1e-2) for weight in weights.values())
 
 
-def items_of(seen: Seen) -> list[tuple[float, float]]:
+def items_of(seen: BackwardPass) -> list[tuple[float, float]]:
     """Return the weight of an item and the number of items of each term of a pass."""
-    terms = [term for record in seen.records for term in record.terms]
+    terms = list(chain.from_iterable(record.terms for record in seen.records))
     return [(abs(term.weight or 0.0), term.counts.get(term.own, 0.0)) for term in terms]
 
 
-def used_of(window: StepWindow) -> dict[Source, float]:
+def pass_coefficients(window: StepWindow) -> dict[Source, float]:
     """Return the coefficient of each pass, the factor of the program's own hooks on parameters
     included.
     """
     found: dict[Source, float] = {}
     for index, seen in window.passes.items():
         for rank, record in enumerate(seen.records):
-            coefficient = window.of_pass((rank, index))
+            coefficient = window.coefficient_of((rank, index))
             if coefficient is not None:
                 found[rank, index] = coefficient * _of_hooks(record, window.keys)
     return found
@@ -809,15 +869,35 @@ _DROPPED = "some backward passes of the window are not in the gradient"
 
 
 def _clipped(name: str, holds: Callable[[E], Found], needs: Sequence[Need[E]] = ()) -> Rule[E]:
-    return Rule(name, "clipped", holds, _CLIPPED, needs, causes=("in-audit",))
+    return Rule(
+        name,
+        "clipped",
+        holds,
+        _CLIPPED,
+        needs,
+        causes=("in-audit",),
+    )
 
 
 def _rescaled(name: str, holds: Callable[[E], Found], needs: Sequence[Need[E]] = ()) -> Rule[E]:
-    return Rule(name, "rescaled-accumulator", holds, _REPEATED_RESCALING, needs)
+    return Rule(
+        name,
+        "rescaled-accumulator",
+        holds,
+        _REPEATED_RESCALING,
+        needs,
+    )
 
 
 def _changed(name: str, holds: Callable[[E], Found], needs: Sequence[Need[E]] = ()) -> Rule[E]:
-    return Rule(name, "not-linear", holds, _CHANGED, needs, causes=("between-passes",))
+    return Rule(
+        name,
+        "not-linear",
+        holds,
+        _CHANGED,
+        needs,
+        causes=("between-passes",),
+    )
 
 
 ALL_RESET = Rule[E](
@@ -825,6 +905,13 @@ ALL_RESET = Rule[E](
     "no-gradient",
     _is_empty,
     "nothing of the window is in the gradient: it was reset between backward and the step",
+)
+LEFT_OUT = Rule[Sequence[E]](
+    "left out each time",
+    "dropped-micro-batch",
+    _is_left_out_each_time,
+    "what the program puts into `.grad` lacks some of the micro-batches that it has sent backward:"
+    " number {gone} of {number} in each window, counted from 0",
 )
 TAIL = Rule[E](
     "rest of an epoch",
@@ -1044,6 +1131,13 @@ _WHOLE = in_order(
         _is_torn,
         "a backward pass ended with an exception, and what had arrived by then is in the gradient",
         causes=("exception",),
+    ),
+    Rule[E](
+        "misplaced",
+        "misplaced-gradient",
+        _is_misplaced,
+        "parameters have exchanged their gradients: what arrived at each of them in the backward"
+        " passes is in the `.grad` of another one",
     ),
     _rescaled("rescaled by the program", _is_rescaled_by_program),
     Rule[E]("fitted", "composed-gradient", _is_fitted, is_silent=True),

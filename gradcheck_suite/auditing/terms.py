@@ -302,11 +302,21 @@ def _valid(node: Any) -> torch.Tensor | None:
             if _is_packed(node, "target")
             else (node._saved_target != node._saved_ignore_index).sum()
         )
+    if name in ("CtcLoss", "Where"):
+        return _targets_of_sequences(node)
     if name == "Cat" or (NODES.get(name) == Node(PASS, PASS) and len(inputs) == 1):
         found = [_valid(below) for below, _ in inputs]
         known = [valid for valid in found if valid is not None]
         return torch.stack(known).sum() if known and len(known) == len(found) else None
     return None
+
+
+def _targets_of_sequences(node: Any) -> torch.Tensor | None:
+    """Return how many targets the sequences of a CTC loss have, each of which is one item."""
+    while kind(node) == "Where" and len(live(node)) == 1:  # what is infinite is left out
+        node = live(node)[0][0]
+    lengths = getattr(node, "_saved_target_lengths", None)
+    return torch.tensor(sum(lengths)) if isinstance(lengths, tuple) else None
 
 
 def _line_of(node: Any) -> str | None:
@@ -328,7 +338,7 @@ def _by(name: str, number: torch.Tensor | float) -> float:
 
 
 @dataclass
-class _Found:
+class _PendingTerm:
     """A term while its backward runs, and until its numbers are read.
 
     Attributes:
@@ -501,10 +511,10 @@ def _copied(number: torch.Tensor) -> Raw:
     return number.detach().reshape(1).to(torch.float64, copy=True)
 
 
-def _declared(count: float | torch.Tensor, reduction: str, above: Numbers) -> _Found:
+def _declared(count: float | torch.Tensor, reduction: str, above: Numbers) -> _PendingTerm:
     """Return a term of which the program has declared what it counts."""
     counts: dict[str, Any] = {"counted": count}
-    return _Found(Term(("declared",), counts=counts, mean=reduction == "mean"), above=above)
+    return _PendingTerm(Term(("declared",), counts=counts, mean=reduction == "mean"), above=above)
 
 
 def _why_no_multiple(node: Any, name: str, inputs: Sequence[Edge]) -> str | None:
@@ -517,7 +527,7 @@ def _why_no_multiple(node: Any, name: str, inputs: Sequence[Edge]) -> str | None
     return None
 
 
-PendingTerm = _Found
+PendingTerm = _PendingTerm
 """A term whose numbers may still lie on a device."""
 
 
@@ -564,7 +574,12 @@ class _Weights:
     def of(read: Vector) -> _Weights:
         """Return the four numbers, once they were read."""
         number, total, largest, smallest = read.tolist()
-        return _Weights(number, total, largest, smallest if number else 0.0)
+        return _Weights(
+            number,
+            total,
+            largest,
+            smallest if number else 0.0,
+        )
 
 
 def _rows_with_weight(rows: torch.Tensor) -> torch.Tensor:
@@ -597,7 +612,7 @@ class Reader:
     """
 
     def __init__(self) -> None:
-        self.found: list[_Found] = []
+        self.found: list[_PendingTerm] = []
         self.error: Exception | None = None
         self._handles: list[Any] = []
         self._visited: set[Edge] = set()
@@ -630,8 +645,15 @@ class Reader:
 
     def _vector(self, node: Any, index: int, above: Numbers) -> None:
         """Read a tensor of several elements that goes backward with a gradient that was given."""
-        found = _Found(Term(("given",), counts={"elements": elements(node, index)}), above=above)
-        self._items(found, node, index, weighted=False)
+        found = _PendingTerm(
+            Term(("given",), counts={"elements": elements(node, index)}), above=above
+        )
+        self._items(
+            found,
+            node,
+            index,
+            weighted=False,
+        )
         self._add(found, node, index)
 
     def _scalar(self, node: Any, index: int, above: Numbers) -> None:
@@ -726,7 +748,7 @@ class Reader:
         term = Term(
             (name,), counts={"elements": elements(*below)}, mean=node._saved_reduction == MEAN
         )
-        found = _Found(term, above=above)
+        found = _PendingTerm(term, above=above)
         shape = _shape(*below) or (1,)
         if not term.mean:
             term.counts["rows"] = shape[0]
@@ -735,7 +757,13 @@ class Reader:
         if name.startswith("Nll"):
             term.counts["elements"] /= shape[1] if len(shape) > 1 else max(shape[0], 1)
             if _is_packed(node, "total_weight"):
-                self._hook(node, found, "rows", 0, of_inputs=True)
+                self._hook(
+                    node,
+                    found,
+                    "rows",
+                    0,
+                    of_inputs=True,
+                )
             else:
                 found.seen["total_weight"] = node._saved_total_weight.detach()
         self._add(found, node, index)
@@ -753,7 +781,7 @@ class Reader:
             )
         if losses and linear and self._are_made_of_scalars(losses, above, opaque=True):
             return None
-        found = _Found(
+        found = _PendingTerm(
             Term((name,), counts={"elements": elements(*below)}, mean=name == "Mean"), above=above
         )
         found.term.of_parameters = _of_parameters((node, index))
@@ -761,7 +789,7 @@ class Reader:
         self._add(found, node, index)
         return self._items(found, *below, weighted=name not in ("Sum", "Mean"))
 
-    def _items(self, found: _Found, node: Any, index: int, *, weighted: bool) -> None:
+    def _items(self, found: _PendingTerm, node: Any, index: int, *, weighted: bool) -> None:
         """Go down from a reduced tensor to the first node that is no linear function of one tensor:
         the items.
         """
@@ -807,9 +835,9 @@ class Reader:
             (kind(node),), counts={"elements": 1}, of_parameters=_of_parameters((node, index))
         )
         term.opaque = None if term.of_parameters else why
-        self._add(_Found(term, above=above), node, index)
+        self._add(_PendingTerm(term, above=above), node, index)
 
-    def _add(self, found: _Found, node: Any, index: int) -> None:
+    def _add(self, found: _PendingTerm, node: Any, index: int) -> None:
         found.node = node
         found.has_dimension = bool(_shape(node, index))
         found.term.line = _line_of(node)
@@ -817,7 +845,7 @@ class Reader:
         self._hook(node, found, "arrived", index)
 
     def _hook(
-        self, node: Any, found: _Found, name: str, index: int, *, of_inputs: bool = False
+        self, node: Any, found: _PendingTerm, name: str, index: int, *, of_inputs: bool = False
     ) -> None:
         def hook(*gradients: Sequence[torch.Tensor | None]) -> None:
             try:
@@ -860,7 +888,8 @@ def is_leaf(node: Any) -> bool:
 
 with torch.inference_mode(False), torch.enable_grad():
     _joined: Any = torch.cat([torch.zeros(1, requires_grad=True)]).grad_fn
-_LEAF, _CAT = type(_joined.next_functions[0][0]), type(_joined)
+_LEAF = type(_joined.next_functions[0][0])
+_CAT = type(_joined)
 """The classes of the nodes of a leaf and of `cat`: to ask a node for its name is a call into autograd."""
 
 

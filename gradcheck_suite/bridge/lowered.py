@@ -570,7 +570,8 @@ def _compared(
         # infinity less infinity is NaN, though both are the same
         same = (got == right) | (np.isnan(got) & np.isnan(right))
         off = np.where(same, 0, np.abs(got - right))
-        worst = float(np.max(np.where(np.isnan(off), np.inf, off), initial=0))
+        off = np.where(np.isnan(off), np.inf, off)
+        worst = float(np.max(off, initial=0))
         if worst <= allowed:
             return None
         factor: float | None = np.inf

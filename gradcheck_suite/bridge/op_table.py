@@ -259,13 +259,16 @@ def absolute(x: Array) -> Array:
     """
     if is_float(x):
         return x * lax.stop_gradient(jnp.sign(x))
+    return unless_zero(jnp.abs, x) if is_complex(x) else jnp.abs(x)
+
+
+def unless_zero(function: Callable[[Array], Array], x: Array) -> Array:
+    """Return what a function makes of x, and 0 with gradient 0 where x is 0."""
     zero = x == 0
     # JAX multiplies the derivative of the branch that is not taken by 0, and 0 times infinity is
     # NaN: the inner `where` keeps it finite
     # (https://docs.jax.dev/en/latest/faq.html#gradients-contain-nan-where-using-where)
-    if is_complex(x):
-        return jnp.where(zero, 0, jnp.abs(jnp.where(zero, 1, x)))
-    return jnp.abs(x)
+    return jnp.where(zero, 0, function(jnp.where(zero, 1, x)))
 
 
 def to_array(tensor: torch.Tensor) -> Array:

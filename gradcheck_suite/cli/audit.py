@@ -24,7 +24,7 @@ from typing import Any, TextIO
 from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli import exit_status
 from gradcheck_suite.cli.arguments import OutputOptions
-from gradcheck_suite.cli.loading import no_file
+from gradcheck_suite.cli.loading import import_hint, no_file
 from gradcheck_suite.cli.progress import Output, page_of
 from gradcheck_suite.core.options import LIVE_NAMES, AuditOptions
 from gradcheck_suite.core.records import KINDS, append_record
@@ -128,9 +128,19 @@ def add_arguments(parser: parsers.Parser) -> None:
     )
     parsers.add_options(parser, AuditOptions, OutputOptions)
     add = parser.add_argument
-    add("-m", dest="module", action="store_true", help="SCRIPT is a module, as for `python -m`")
+    add(
+        "-m",
+        dest="module",
+        action="store_true",
+        help="SCRIPT is a module, as for `python -m`",
+    )
     add("script", metavar="SCRIPT.py", help="the script, and its own arguments")
-    rest = add("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help=argparse.SUPPRESS)
+    rest = add(
+        "arguments",
+        nargs=argparse.REMAINDER,
+        metavar="ARGS",
+        help=argparse.SUPPRESS,
+    )
     rest.required = (
         False  # before Python 3.12 argparse asks for them too, where the script is missing
     )
@@ -141,6 +151,9 @@ def run(arguments: argparse.Namespace) -> int:
     wanted = parsers.parsed(arguments, OutputOptions)
     wanted.expect_writable()
     options = parsers.parsed(arguments, AuditOptions)
+    # a project's own list is for all of its scripts
+    listed = parsers.configured(AuditOptions).get("accept", ())
+    declared = [one for one in options.accept if one not in listed]
     live = tuple(str(one) for one in wanted.baseline if one.fault in LIVE_NAMES)
     options = options.replace(
         accept=(*options.accept, *live), fail_on=(*options.fail_on, *wanted.always_fail_on)
@@ -168,7 +181,12 @@ def run(arguments: argparse.Namespace) -> int:
             with contextlib.suppress(OSError, ValueError):
                 sys.stdout.flush()
         with contextlib.redirect_stderr(audited.standard_error), output:
-            return _finish(arguments.arguments, output, result, status)
+            hint = import_hint(error, None if arguments.module else Path(arguments.script))
+            own = _finish(arguments.arguments, output, result, status, hint)
+            if not result.is_another_ranks:
+                with contextlib.suppress(OSError, ValueError):
+                    say(result.matching_nothing(declared), sys.stderr)
+            return own
 
     ends: list[Callable[[], None]] = []
 
@@ -240,7 +258,7 @@ def _ran(
     return raised, _tell_of(raised)
 
 
-def _finish(arguments: list[str], output: Output, result: Result, status: int) -> int:
+def _finish(arguments: list[str], output: Output, result: Result, status: int, hint: str) -> int:
     """Print and write the result; return the exit status, also if a file cannot be written.
 
     Args:
@@ -248,6 +266,7 @@ def _finish(arguments: list[str], output: Output, result: Result, status: int) -
         output: where the result goes.
         result: of the audit.
         status: of the script.
+        hint: what helps where the script could not import something.
     """
     if result.is_another_ranks:
         return status
@@ -273,7 +292,7 @@ def _finish(arguments: list[str], output: Output, result: Result, status: int) -
         # if the script failed before it trained, it may well train otherwise
         early = status and not result.steps
         why = (
-            f"the script ended with status {status} before its first step"
+            f"the script ended with status {status} before its first step{hint}"
             if early
             else result.unjudged
         )

@@ -15,6 +15,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -180,7 +181,13 @@ def resolve_loop(text: str, framework: str | None = None) -> Loop:
         BY_IMPORT[module.__name__] = changed
     if issubclass(type(loop), Problem):  # isinstance would ask a lazy object for its class
         raise UsageError(f"{text} is a Problem, not a loop: pass it as --problem {text}")
-    _expect_function(loop, text, module, LOOP_EXPECTED, object())
+    _expect_function(
+        loop,
+        text,
+        module,
+        LOOP_EXPECTED,
+        object(),
+    )
     if framework == "jax" and not is_jax(loop):
         loop = jax_training_loop(loop)
     return _noted(loop, resolve_loop, text)
@@ -373,17 +380,70 @@ def _hint(error: Exception, shown: str) -> str:
     """Return what to write in place of a file's path where the file imports relative to its package."""
     if not shown.endswith(".py") or "no known parent package" not in str(error):
         return ""
-    module = Path(shown).resolve().with_suffix("")
-    names = [module.name]
-    folder = module.parent
+    own = module_of(Path(shown))
+    path = (
+        ""
+        if own.folder == Path.cwd()
+        else f", with {_seen(own.folder)} in pythonpath of {CONFIGURED}"
+    )
+    return f"; name the module, not the file: {own.name}:NAME{path}"
+
+
+@dataclass(frozen=True)
+class Module:
+    """A file as a module.
+
+    Attributes:
+        name: its dotted name.
+        folder: the folder that its name begins in.
+    """
+
+    name: str
+    folder: Path
+
+
+def module_of(file: Path) -> Module:
+    """Return the module that a file of a package is."""
+    path = file.resolve().with_suffix("")
+    folder = path.parent
     while (folder / "__init__.py").is_file():
-        names = [folder.name, *names]
         folder = folder.parent
-    if len(names) == 1:  # a folder without __init__.py is a package too
-        names = [folder.name, *names]
+    if folder == path.parent:  # a folder without __init__.py is a package too
         folder = folder.parent
-    path = "" if folder == Path.cwd() else f", with {_seen(folder)} in pythonpath of {CONFIGURED}"
-    return f"; name the module, not the file: {'.'.join(names)}:NAME{path}"
+    return Module(".".join(path.relative_to(folder).parts), folder)
+
+
+def import_hint(error: BaseException | None, script: Path | None) -> str:
+    """Return what helps a script that could not import something, in words; empty for every other
+    end.
+
+    Args:
+        error: what has ended the script.
+        script: its file; None for a module.
+    """
+    if not isinstance(error, ImportError):
+        return ""
+    if script is not None and "no known parent package" in str(error):
+        return _as_module(module_of(script))
+    if not isinstance(error, ModuleNotFoundError) or error.name is None:
+        return ""
+    package = error.name.partition(".")[0]
+    if package in sys.modules:  # it has no such submodule
+        return ""
+    parents = [] if script is None else script.resolve().parents[1:]
+    for folder in parents:
+        if (folder / package).is_dir() or (folder / f"{package}.py").is_file():
+            path = script.resolve().with_suffix("") if script else folder
+            return _as_module(Module(".".join(path.relative_to(folder).parts), folder))
+    return (
+        f"; {package} is not installed where gradcheck-suite is, in {sys.prefix}: install it there,"
+        " or install gradcheck-suite where the script runs"
+    )
+
+
+def _as_module(module: Module) -> str:
+    where = "" if module.folder == Path.cwd() else f" in {module.folder}"
+    return f"; it is part of a package: run `gradcheck-suite audit -m {module.name}`{where}"
 
 
 def _seen(folder: Path) -> str:

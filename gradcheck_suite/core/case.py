@@ -108,6 +108,7 @@ class Layer(_Spec):
                 raise UsageError(
                     f"Layer({kind!r}): inner layers must be Layer, got {type(layer).__name__}"
                 )
+        # the class is frozen
         object.__setattr__(self, "layers", tuple(layers))
 
     def _arguments(self) -> list[str]:
@@ -183,6 +184,7 @@ def _checked_tie(tie: Any) -> Tie:
     """Return a tie as a tuple of two names, the second of them of an earlier layer."""
     try:
         name, original = tie
+        # a name is a path, and begins with the place of its layer in the chain
         if int(name.partition(".")[0]) > int(original.partition(".")[0]):
             return name, original
     except (AttributeError, TypeError, ValueError):

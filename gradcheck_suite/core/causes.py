@@ -214,6 +214,11 @@ _ROWS = (
     Cause(
         "missing-clipping", "no clipping", "chain optax.clip_by_global_norm before the optimizer"
     ),
+    Cause(
+        "missing-custom-gradient",
+        "no gradient of its own where torch has an autograd.Function with another backward",
+        "give it torch's backward by jax.custom_vjp",
+    ),
     Cause("missing-mask", "no mask", "apply the mask as torch does"),
     Cause(
         "missing-norm",

@@ -246,10 +246,12 @@ def expect_plain_function(found: Any, called: str, expected: str, *arguments: ob
             f"{called} is a generator (it contains yield), and calling it runs nothing: remove the"
             " yield"
         )
+    # asked before the call, where a TypeError may as well come from inside of the function
     refusing = _signature_that_refuses(found, arguments)
     if refusing is not None:
         name = called.rpartition(":")[2]
-        raise UsageError(f"{called} is {name}{refusing}: expected {expected}")
+        shown = "a class" if isinstance(found, type) else f"{name}{refusing}"
+        raise UsageError(f"{called} is {shown}: expected {expected}")
 
 
 def _signature_that_refuses(found: Any, arguments: Iterable[Any]) -> inspect.Signature | None:

@@ -190,6 +190,10 @@ _ROWS = (
             ),
             "sign": Remedy("subtract where you add, or maximise the right quantity"),
             "loss-scale": Remedy("unscale the gradients once before the step"),
+            "not-scaled": Remedy(
+                "give each loss of the window to `scaler.scale` before its backward",
+                "multiply each loss of the window by the scale",
+            ),
             "growing": Remedy(
                 "look for something that is applied once more in every step, such as a hook that is"
                 " registered anew and never removed",
@@ -438,7 +442,6 @@ _ROWS = (
         "a gradient has the right elements at the wrong places, or those of another parameter",
         "match parameters by name; look for an index, a gather or a reshape; go through the"
         " parameters in the same order on every rank",
-        command="verify",
     ),
     _gradient(
         "partial-gradient",

@@ -256,6 +256,7 @@ def is_accepted(accepted: str, diagnosis: str, where: str | None, beside: str = 
     """
     name, _, place = accepted.partition("@")
     lines = (where or "").split(" < ")
+    # lines move with every edit above them: an entry may name the file alone
     files = {line.rpartition(":")[0] for line in (*lines, *beside.split(" < "))}
     places = files.union(lines) - {""}
     if name != diagnosis:

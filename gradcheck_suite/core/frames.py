@@ -58,6 +58,7 @@ def owner_of(filename: str) -> Owner:
     """Return who wrote a source file, as a frame names it."""
     if filename.startswith(("<frozen", "<eval_with_key>")) or filename == contextlib.__file__:
         return Owner.MACHINERY
+    # code made by `exec` belongs to whoever called it, which no name tells
     if filename.startswith("<"):
         return Owner.UNNAMED
     if filename.startswith(_SUITE):

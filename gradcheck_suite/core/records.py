@@ -204,6 +204,7 @@ def _statements(source: str) -> frozenset[str]:
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            # annotations change nothing that a function computes: a record stays current without them
             node.returns = None
             for argument in ast.walk(node.args):
                 if isinstance(argument, ast.arg):
@@ -337,8 +338,8 @@ def expect_schema(path: Path) -> None:
     Raises:
         UsageError: it is.
     """
-    lines = read_lines(path) if path.is_file() else ()
-    *_, last = (None, *(found for _, found in lines))
+    documents = [found for _, found in read_lines(path)] if path.is_file() else []
+    last = documents[-1] if documents else None
     if isinstance(last, dict) and last.get("schema") != SCHEMA:
         raise UsageError(
             f"{path} holds records of schema {last.get('schema')!r}, and this version writes schema"

@@ -305,7 +305,14 @@ class Violation:
     def notice(self) -> Notice:
         """The violation as CI systems show it."""
         level: Literal["error", "note"] = "error" if self.reason is None else "note"
-        return Notice(level, self.diagnosis, self.sentence, self.fix, self.line, self.reason)
+        return Notice(
+            level,
+            self.diagnosis,
+            self.sentence,
+            self.fix,
+            self.line,
+            self.reason,
+        )
 
     @property
     def anywhere(self) -> str:
@@ -685,7 +692,12 @@ class Result:
             return named
         places = [(place_in(text), text) for text in self.findings]
         return [
-            Notice("warning", "finding", text.removeprefix(f"{at}: "), place=at)
+            Notice(
+                "warning",
+                "finding",
+                text.removeprefix(f"{at}: "),
+                place=at,
+            )
             for at, text in places
         ]
 
@@ -718,6 +730,23 @@ class Result:
     def failing(self) -> list[Found]:
         """The findings and reasons that the user wants to fail."""
         return [one for one in self.named_findings if one.fails]
+
+    def matching_nothing(self, declared: Iterable[str]) -> list[str]:
+        """Return a line for each `NAME`, `NAME@FILE` or `NAME@FILE:LINE` that accepts nothing here.
+
+        It says where a fault of that name is, if there is one elsewhere.
+        """
+        lines = []
+        for one in declared:
+            if any(fault.is_accepted_by(one) for fault in self.accepted) or any(
+                is_accepted(one, found.name, found.where) for found in self.named_findings
+            ):
+                continue
+            name = one.partition("@")[0]
+            others = [fault.line for fault in self.violations if fault.diagnosis == name]
+            elsewhere = f"; {name} is at {others[0]}" if others and others[0] else ""
+            lines.append(f"--accept {one} matches nothing{elsewhere}")
+        return lines
 
     @property
     def is_unjudged_accepted(self) -> bool:

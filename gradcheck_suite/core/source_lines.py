@@ -78,6 +78,7 @@ class LoopSyntax:
         self.first = loop.lineno
         self._parts: list[Definition] = [loop, *helpers.values()]
         self.helpers = [range(h.lineno, (h.end_lineno or h.lineno) + 1) for h in helpers.values()]
+        # `loss = step_loss(batch)` is a loss where the helper computes one
         self._of_loss = {name for name, body in helpers.items() if self._has_loss(body)}
         self._assigned: dict[str, list[Assigned]] = {}
         for part in self._parts:
@@ -136,6 +137,7 @@ class LoopSyntax:
         for _, expression in self.sent():
             names = self._names(expression)
             seen = set[str]()
+            # a loss that is computed in the call itself has no name to follow
             if self._losses_in(expression):
                 continue
             while names:

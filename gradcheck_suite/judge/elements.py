@@ -406,6 +406,7 @@ def _permutation(expected: Array, observed: Array, allowed: Array) -> str | None
         return None
     if beyond(np.sort(observed, axis=None), np.sort(expected, axis=None), tolerance):
         return None
+    # as where a matrix is written row by row and read column by column
     turned = expected.T
     if (
         expected.ndim == 2
@@ -422,6 +423,7 @@ def _other_parameter(comparison: Comparison, name: str) -> str | None:
         expected, _, others, _ = (part.reshape(-1) for part in part_of(comparison, other))
         if other == name or expected.shape != observed.shape:
             continue
+        # both gradients have rounding of their own
         bound = allowed + others
         if within(observed, expected, bound) and beyond(expected, 0, bound):
             return other
@@ -564,6 +566,7 @@ def wrong_reduction(
     if not np.isfinite(gradients).all() or not np.isfinite(comparison.observed).all():
         return None
     ranks = np.array([owners[j] for j in window.members])
+    # a rank without a micro-batch in this window has a gradient of zeros
     of_ranks = [gradients[ranks == each].sum(axis=0) for each in range(max(owners) + 1)]
     own = np.stack(of_ranks)
     allowed = 4 * comparison.allowed
@@ -582,6 +585,7 @@ def wrong_reduction(
                 f" all-reduce is called with ReduceOp.{name}",
             )
     others = own.sum(axis=0) - own[rank]
+    # its own elements stay where they are: only what arrived may be elsewhere
     received = comparison.observed - own[rank]
     moved = within(np.sort(received), np.sort(others), allowed.max())
     if not alike and moved and beyond(others, 0, allowed):

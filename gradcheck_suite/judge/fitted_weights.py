@@ -65,9 +65,11 @@ def fit_weights(observed: Vector, gradients: npt.NDArray[np.float64], allowed: V
     weights = np.zeros(len(gradients))
     if not present.any():
         return WeightFit(weights, False, within(observed, 0, allowed))
+    # a gradient of zeros has no direction, and any weight fits it
     columns = (gradients[present] / sizes[present, None]).T
     left, values, right = np.linalg.svd(columns, full_matrices=False)
     kept = values > CONDITION * values[0]
+    # of all weights that fit, the smallest: a direction that is not determined gets 0
     solution = right[kept].T @ ((left[:, kept].T @ observed) / values[kept])
     weights[present] = solution / sizes[present]
     residual = np.abs(observed - weights @ gradients)
@@ -198,6 +200,7 @@ def find_stolen_buffers(
 
 @contextmanager
 def _gradients_kept(parameters: Parameters) -> Iterator[None]:
+    # backward would add to a gradient that the caller has
     kept = {name: p.grad for name, p in parameters.items()}
     for p in parameters.values():
         p.grad = None
@@ -223,6 +226,7 @@ def _sums(parameters: Parameters, losses: Backwards, *, zeros: bool) -> dict[str
     for p in parameters.values():
         p.grad = torch.zeros_like(p) if zeros else None
     device = next((p.device for p in parameters.values()), torch.device("cpu"))
+    # both sums get the same random numbers: dropout is no difference between them
     with seeded(0, device):
         for loss in losses:
             _backward(loss)

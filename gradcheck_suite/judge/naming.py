@@ -211,6 +211,7 @@ def _other_counts(w: Weights) -> Iterator[tuple[str, Array, float | None]]:
             np.full(len(own), w.counts[one]),
             count,
         )
+    # where one cannot be read, the one before it is not its neighbour
     if len(w.window) == len(own):
         yield "the count of the micro-batch before it", np.array([np.nan, *own[:-1]]), count
         yield "the count of the micro-batch after it", np.array([*own[1:], np.nan]), count
@@ -262,6 +263,7 @@ def rounded_to(w: Weights) -> str | None:
         return None
     off = float(np.abs(w.ratio - 1).max())
     wrong = ~_right(w)
+    # a loop rounds the weight of each loss, or that of each mean
     readings = (w.observed[w.inside][wrong], w.per_mean[wrong])
     for name, digits in FORMATS.items():
         if off <= 4 * 2.0**-digits and any(_has_digits(values, digits) for values in readings):
@@ -448,6 +450,7 @@ def _reduced_between(w: Weights) -> bool:
     """
     if not w.owners or not _own(w) or not np.all(w.ratio > 0):
         return False
+    # reduced once more each time, a contribution gets the number of ranks as a factor
     powers = np.log(w.ratio) / np.log(w.world_size)
     falls = bool((_steps_of_ranks(w, w.ratio) <= 1 + w.tolerance).all())
     return falls and within(powers, np.round(powers), 1e-6)
@@ -670,6 +673,7 @@ def _cut_elsewhere(wrong: Steps) -> bool:
         runs = [*groupby(enumerate(w.held), lambda pair: pair[1] - pair[0])]
         # after the last micro-batch of an epoch comes the first one
         is_end = w.epoch > 0 or w.index == len(w.windows) - 1
+        # a step with another window alone is that window's, not cut elsewhere
         lacks_its_own = len(w.window) > 1 and not np.any(w.ratio)
         if w.foreign and (lacks_its_own or len(runs) > 1 + is_end):
             return False
@@ -981,9 +985,15 @@ def _added_to_counts(wrong: Steps, ratios: Sequence[float]) -> float | None:
         return None
     more = counts / ratios - counts
     rounding = 2 * wrong[0].tolerance * float(counts.max())
+    # a number so small may be the rounding of the weights
     if abs(more[0]) <= 100 * rounding:
         return None
-    same = np.allclose(more, more[0], rtol=EXACT, atol=rounding)
+    same = np.allclose(
+        more,
+        more[0],
+        rtol=EXACT,
+        atol=rounding,
+    )
     return float(more[0]) if same else None
 
 

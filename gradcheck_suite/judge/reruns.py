@@ -78,6 +78,7 @@ class LoopRunner:
         outcomes = run_ranks(
             self._loop, instance, time_limit_s=self._time_limit_s, record_losses=record_losses
         )
+        # a run that failed shows nothing of what ranks have in common
         if all(outcome.raised is None for outcome in outcomes):
             self.alike &= outcomes[self.rank].alike
         return outcomes
@@ -237,6 +238,7 @@ def _gives(reference: Reference, calls: Sequence[LossCall], observed: Vector) ->
     if total is None:
         return False
     near = CLOSE * np.abs(total).max(initial=0.0)
+    # an all-reduce adds up, DistributedDataParallel averages
     divisors = {1, reference.instance.case.plan.world_size}
     return any(within(total / ranks, observed, near / ranks) for ranks in divisors)
 

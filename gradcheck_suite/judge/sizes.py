@@ -248,6 +248,7 @@ def _is_of_any_size(s: Sizes) -> bool:
 
 def _reaches_further(s: Sizes) -> bool:
     """Whether elements that the window does not reach are as large as others."""
+    # no item of the window has a gradient there
     further = np.abs(s.observed[s.expected == 0])
     largest = np.abs(s.observed).max()
     return bool(further.size) and bool(further.max() > s.exact * largest)

@@ -92,6 +92,7 @@ class HeldSteps:
         for number, turn in enumerate(self.turns):
             turn_of |= dict.fromkeys(turn, number)
         steps = [frozenset(turn_of[j] for j in step) for step in self.held]
+        # a step in turns holds the micro-batch of every rank for each turn that it holds
         whole = [frozenset().union(*(self.turns[number] for number in step)) for step in steps]
         exact = all(map(frozenset.issuperset, self.held, whole))
         return steps if exact else []
@@ -111,6 +112,7 @@ def shown(run: HeldSteps) -> str:
         for step in run.held
     ]
     texts = [text if step else "nothing" for text, step in zip(texts, run.held, strict=True)]
+    # a run of more steps than are due is wrong from the first that nothing asks for
     due = chain(run.right, repeat(None))
     off = (at for at, pair in enumerate(zip(run.held, due, strict=False)) if pair[0] != pair[1])
     first = max(0, next(off, 0) - 1) if len(texts) > SHOWN else 0

@@ -187,6 +187,7 @@ class Diagnosis:
         assert not self.name or self.names <= FAULTS.keys(), (
             f"{self.name}: no row in core/faults.py"
         )
+        # a cause chooses a remedy, so each must be one of a row that is named
         rows = [FAULTS[name] for name in self.names if name]
         known = set(chain.from_iterable(row.causes for row in rows))
         assert known.issuperset(self.causes), (

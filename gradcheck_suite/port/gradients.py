@@ -18,6 +18,7 @@ from gradcheck_suite.port.jax_program import CUSTOM, JaxProgram, line_of
 from gradcheck_suite.port.matching import array, only_moves
 from gradcheck_suite.port.mistakes import is_activation
 from gradcheck_suite.port.number_sets import Array, Numbers
+from gradcheck_suite.port.own_functions import OwnFunction
 from gradcheck_suite.port.search import ALIKE, Repairs, repeated
 from gradcheck_suite.port.sides import RESOLUTION, Point, Sides, input_name
 from gradcheck_suite.port.torch_program import Call, Change, Ref, TorchProgram, TorchRun, fill
@@ -184,7 +185,7 @@ def place_gradient(
 
     def tried(hypothesis: Hypothesis) -> Explanation[GradientFault] | None:
         try:
-            changed = repairs.plus(hypothesis)
+            changed = repairs.with_change(hypothesis)
             _, slopes = sides.slopes(program, changed)
             left = wrong_gradients(sides, point, slopes, skip)
         except RAISED:
@@ -192,7 +193,13 @@ def place_gradient(
         if left and not (len(left) < len(wrong) and set(left) <= set(wrong)):
             return None
         at = min(hypothesis.changes) if hypothesis.at is None else hypothesis.at
-        fault = GradientFault(at, hypothesis.cause, hypothesis.words, left, changed)
+        fault = GradientFault(
+            at,
+            hypothesis.cause,
+            hypothesis.words,
+            left,
+            changed,
+        )
         return Explanation(fault, not left, -len(left))
 
     found = best_explanation(_candidates(program, run, frontier), tried, budget)
@@ -225,10 +232,28 @@ def _without_repair(
     # the gradient by an input has other ways, beside that of the parameters
     names = [n for n in wrong if n in sides.map.offsets] or list(wrong)
     if sides.map.complete and all(not theirs[n].any() for n in names):
-        return GradientFault(last, "no-gradient", f"no gradient of {_some(wrong)} at all", {}, None)
+        return GradientFault(
+            last,
+            "no-gradient",
+            f"no gradient of {_some(wrong)} at all",
+            {},
+            None,
+        )
     if rule := own_rule(sides.jax_program(point)):
-        return GradientFault(last, "custom-gradient", f"a rule of its own at {rule}", {}, None)
-    return GradientFault(last, "unknown", f"another gradient{budget.words}", {}, None)
+        return GradientFault(
+            last,
+            "custom-gradient",
+            f"a rule of its own at {rule}",
+            {},
+            None,
+        )
+    return GradientFault(
+        last,
+        "unknown",
+        f"another gradient{budget.words}",
+        {},
+        None,
+    )
 
 
 def _some(names: Mapping[str, float]) -> str:
@@ -323,10 +348,16 @@ def _with_more(program: TorchProgram) -> Iterator[Hypothesis]:
         with torch.enable_grad():
             return call.op(*args, **kwargs)
 
+    own = [(i, c.op) for i, c in enumerate(program.calls) if isinstance(c.op, OwnFunction)]
+    for i, op in own:
+        words = f"that of what its forward computes, not its backward ({program.calls[i].label})"
+        opened: dict[int, Change] = dict.fromkeys(range(op.start, i), free)
+        yield Hypothesis("missing-custom-gradient", words, opened, at=i)
+    forwards = set(chain.from_iterable(range(op.start, i) for i, op in own))
     words = "an extra gradient where torch has no_grad and the port no stop_gradient"
     start = None
     for i in range(len(program.calls) + 1):
-        inside = i < len(program.calls) and not program.calls[i].grad
+        inside = i < len(program.calls) and not program.calls[i].grad and i not in forwards
         if inside and start is None:
             start = i
         elif not inside and start is not None:

@@ -23,6 +23,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from gradcheck_suite.port.own_functions import CHECKPOINTED, Given, OwnFunction, noted
 from gradcheck_suite.port.pair import default_dtype, first_of_author, flat_output, without_low
 from gradcheck_suite.run.modes import Mode
 
@@ -245,6 +246,37 @@ class _Recorder(Mode):
         self.calls.append(call)
         self._note_results(call)
         return out
+
+    def function(self, kind: Any, given: Given) -> Callable[[Any], Any]:
+        """Record a call of a Function of the author's, whose backward is its own.
+
+        Return what notes its results.
+        """
+        refs = [self.ref(tensor) for tensor in given.tensors]
+        start = len(self.calls)
+
+        def end(out: Any) -> Any:
+            if kind.__name__ == CHECKPOINTED:
+                for call in self.calls[start:]:
+                    call.grad = True
+                return out
+            # what is written in place stays what it is
+            written = {id(tensor) for tensor in given.tensors}
+            for number, result in enumerate(flat(out)):
+                is_new = isinstance(result, torch.Tensor) and id(result) not in written
+                if is_new and result.requires_grad:
+                    self._note_own(OwnFunction(kind, given, number, start), result, refs)
+            return out
+
+        return end
+
+    def _note_own(self, own: OwnFunction, result: torch.Tensor, refs: Sequence[Any]) -> None:
+        path = self.stack[-1] if self.stack else None
+        arguments = (self.ref(result), *refs)
+        self.calls.append(
+            Call(own, arguments, {}, path, _line(), torch.is_grad_enabled(), [result])
+        )
+        self._note(result, Ref(len(self.calls) - 1, 0))
 
     def _written(self, arguments: Any) -> list[Ref]:
         """Return the calls that wrote into the memory of arguments since they were made."""
@@ -505,6 +537,7 @@ class TorchProgram:
             stack.enter_context(self._modules(module))
             stack.enter_context(default_dtype())
             stack.enter_context(_attention_in_steps(self._recorder))
+            stack.enter_context(noted(self._recorder.function))
             stack.enter_context(self._recorder)
             out = module(*arguments, **pytree.tree_map(as_tensor, dict(kwargs)))
             self._recorder.stack.append(LOSS)
@@ -607,14 +640,17 @@ class TorchProgram:
         def get(ref: Any) -> Any:
             return lookup(ref, values, leaves)
 
+        opened = self._opened(changes) if grad else set[int]()
         for index, call in enumerate(self.calls):
             made: list[Any] = []
             if index in self.needed:
                 args = fill(call.args, get)
                 kwargs = fill(call.kwargs, get)
-                with torch.set_grad_enabled(grad and call.grad):
+                with torch.set_grad_enabled(grad and (call.grad or index in opened)):
                     change = changes.get(index)
-                    if change is None:
+                    if index in opened and isinstance(call.op, OwnFunction):
+                        made = [args[0]]
+                    elif change is None:
                         made = flat(_EXACT.get(call.op, call.op)(*args, **kwargs))
                     else:
                         made = _changed(call, change, args, kwargs, get)
@@ -625,7 +661,26 @@ class TorchProgram:
                 else made
             )
             seen.append(copies)
-        return TorchRun(values, seen, [get(r) for r in self.outs], get(self.loss), leaves)
+        return TorchRun(
+            values,
+            seen,
+            [get(r) for r in self.outs],
+            get(self.loss),
+            leaves,
+        )
+
+    def _opened(self, changes: Mapping[int, Change]) -> set[int]:
+        """Return the calls of Functions whose forward is changed.
+
+        The author's backward is that of another function then: the operations have their own.
+        """
+        found = set[int]()
+        for index, call in enumerate(self.calls):
+            if isinstance(call.op, OwnFunction):
+                inside = range(call.op.start, index)
+                if not changes.keys().isdisjoint(inside):
+                    found.update(inside, (index,))
+        return found
 
     @cached_property
     def readers(self) -> dict[Ref, list[int]]:

@@ -85,6 +85,7 @@ def _checked_first(torch: Any) -> Callable[[], None]:
 
     @functools.wraps(checked)
     def check_with(error_type: Any, cond: Any, message: Any) -> Any:
+        # a condition of the compiler is symbolic, and needs what sympy says of it
         return None if cond is True else checked(error_type, cond, message)
 
     torch._check_with = check_with

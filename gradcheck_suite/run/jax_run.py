@@ -603,6 +603,7 @@ def jax_optimizer(name: str | None) -> Any:
     if name == "normalized":
         return optax.chain(_normalize(optax), optax.trace(decay=0.5), optax.scale(-0.02))
     factory = getattr(optax, name, None)
+    # most take a learning rate; those such as `optax.set_to_zero` take nothing
     made = None
     raised = ""
     for arguments in ((LEARNING_RATE,), ()):

@@ -67,6 +67,7 @@ class LossCall:
         """Add what a backward hands to the loss, and what stands in its inputs by then."""
         if self.cotangent is None:
             self._note_late()
+        # a loss that is sent backward twice is worth the sum of both cotangents
         self.cotangent = cotangent if self.cotangent is None else self.cotangent + cotangent
 
     def _note_late(self) -> None:

@@ -420,6 +420,7 @@ def recorded_calls(steps: Callable[[], int], epoch: Callable[[], int]) -> Iterat
         return call
 
     scaler = torch.amp.GradScaler
+    # the classes, not the objects: a loop may make either at any time
     places: list[tuple[type, str]] = [(scaler, method) for method in METHODS]
     places += [(scheduler, "step") for scheduler in _SCHEDULERS]
     # A scheduler may inherit the `step` of another one: of a method that is replaced already, each

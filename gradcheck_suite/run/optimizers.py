@@ -422,6 +422,7 @@ def stepped(
     evaluations = iter(observation.evaluations)
 
     def closure() -> Any:
+        # an optimizer that evaluates more often than it did finds the last gradients again
         evaluation = next(evaluations, observation.evaluations[-1])
         for name, p in parameters.items():
             seen = evaluation.sparse.get(name, evaluation.gradients[name])
@@ -465,6 +466,7 @@ def rounding(
 
 def _inputs_of_step(observation: Observation, state: Mapping[str, Any]) -> list[str]:
     """Return what a step reads, in the words that `_wide` takes."""
+    # the number of the step is whole, and has no rounding
     entries = set(chain.from_iterable(state.values())) - {"step"}
     settings = chain.from_iterable(group.items() for group in observation.settings)
     inputs = ["parameters", "gradients", *sorted(f"state {key}" for key in entries)]

@@ -173,6 +173,7 @@ TABLE = (
         (
             "torch.utils._python_dispatch.TorchDispatchMode",
             "torch.utils._python_dispatch._disable_current_modes",
+            "torch.autograd.function._SingleLevelFunction",
             "torch.utils._pytree.tree_map",
             "Module._apply",
             "Optimizer._optimizer_step_post_hooks",

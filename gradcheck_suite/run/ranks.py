@@ -733,8 +733,10 @@ def _join(rank: int, world_size: int, backend: str, folder: Path) -> Reply:
     os.environ.update({name: str(number) for name, number in place.items()})
     if name := LOOPBACK.get(sys.platform):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    # ranks share the processors
     torch.set_num_threads(1)
     if backend == "nccl":
+        # NCCL refuses two ranks on one GPU
         torch.cuda.set_device(rank)
     try:
         # a file needs no port, which another program might have taken

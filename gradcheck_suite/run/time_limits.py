@@ -68,6 +68,7 @@ class Allowance:
         """
         since = passed - self._began
         used = max(now - before for before, now in zip(self._at_start, computed, strict=True))
+        # a process that computes and gets little of the processor is slowed down, not stuck
         if since < self._limit or (
             IDLE * since <= used < self._limit and since < PATIENCE * self._limit
         ):

@@ -114,6 +114,7 @@ def _is_users(value: Any) -> bool:
 
 def _name(owner: Any) -> str:
     spaces = (torch.nn, torch.optim, torch)
+    # users know `torch.nn.Linear`, not the private module that defines it
     public = next((s.__name__ for s in spaces if vars(s).get(owner.__name__) is owner), "")
     if not isinstance(owner, type):
         return str(owner.__name__)

@@ -397,6 +397,7 @@ def frame_of(focus: Focus, signal: Signal, limits: Limits, number: int) -> Frame
         )
     else:
         frame = Frame()
+    # an assumption excludes a kind wherever it is, inside of another layer too
     outer = [*frame.first, *frame.last]
     used = {layer.kind for layer in chain(outer, *(layer.layers for layer in outer))}
     return frame if used.isdisjoint(limits.excluded) else Frame()

@@ -41,6 +41,7 @@ def counts(low: int, high: int) -> st.SearchStrategy[int]:
     """Return a strategy of numbers from `low` to `high`, the smaller ones more often, since each
     micro-batch runs the model.
     """
+    # the smallest comes first, since Hypothesis shrinks to what stands there
     often = [repeat(number, high + 1 - number) for number in range(low, high + 1)]
     return sampled(tuple(chain.from_iterable(often)))
 
@@ -128,6 +129,29 @@ def _shares(
     )
 
 
+def _partly_masked(
+    draw: st.DrawFn,
+    sizes: st.SearchStrategy[int],
+    count: int,
+    k: int,
+    epochs: int,
+    ranks: tuple[int, ...],
+) -> Plan:
+    """Draw a plan of which some micro-batches have no valid targets."""
+    # size and mask are adjacent draws, so that shrinking deletes a whole micro-batch
+    drawn = [draw(_with_mask(sizes)) for _ in range(count)]
+    masked = {j for j, (_, mask) in enumerate(drawn) if mask}
+    plan = Plan(
+        tuple(n for n, _ in drawn),
+        k,
+        epochs,
+        ranks=ranks,
+    )
+    # a window without valid targets is outside the contract
+    masked -= {window[0] for window in plan.windows if masked.issuperset(window)}
+    return plan.replace(masked=tuple(masked))
+
+
 @st.composite
 def _plans(
     draw: st.DrawFn, bounds: _Bounds, maskable: bool, assumes: str | tuple[str, ...]
@@ -135,6 +159,7 @@ def _plans(
     sizes, steps = _sizes_and_steps(bounds)
     chosen = valid_assumptions(assumes)
     epochs = 1 if ONE_EPOCH in chosen else draw(counts(1, bounds.max_epochs))
+    # up to two ranks there is nothing to draw
     world = bounds.ranks
     if world > 2:
         world = draw(sampled(tuple(range(2, world + 1))))
@@ -173,18 +198,7 @@ def _plans(
             epochs,
             ranks=ranks,
         )
-    # size and mask are adjacent draws, so that shrinking deletes a whole micro-batch
-    drawn = [draw(_with_mask(sizes)) for _ in range(count)]
-    masked = {j for j, (_, mask) in enumerate(drawn) if mask}
-    plan = Plan(
-        tuple(n for n, _ in drawn),
-        k,
-        epochs,
-        ranks=ranks,
-    )
-    # a window without valid targets is outside the contract
-    masked -= {window[0] for window in plan.windows if masked.issuperset(window)}
-    return plan.replace(masked=tuple(masked))
+    return _partly_masked(draw, sizes, count, k, epochs, ranks)
 
 
 def plans(

@@ -240,6 +240,99 @@ def chosen(variant: str) -> Pair:
     return pair_of(Chosen(3, 4), apply, normal(3, 3))
 
 
+class Reversal(torch.autograd.Function):
+    """Turns the gradient round, as domain-adversarial networks do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return -0.5 * g
+
+
+class Adversarial(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.domain = nn.Linear(4, 5), nn.Linear(5, 2)
+
+    def forward(self, x):
+        return self.domain(Reversal.apply(self.features(x).tanh()))
+
+
+@jax.custom_vjp
+def reversal(x):
+    return x
+
+
+reversal.defvjp(lambda x: (x, None), lambda _, g: (-0.5 * g,))
+
+
+@architecture()
+def adversarial(variant: str) -> Pair:
+    def apply(p, x):
+        x = jnp.tanh(dense(p["features"], x))
+        return dense(p["domain"], x if variant == "not_reversed" else reversal(x))
+
+    return pair_of(Adversarial(), apply, normal(3, 4))
+
+
+class AdaptiveNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.style, self.conv = nn.Linear(3, 8), nn.Conv2d(2, 4, 1)
+
+    def forward(self, x, style):
+        y = self.conv(x)
+        scale, shift = self.style(style)[..., None, None].chunk(2, 1)
+        variance = y.var((2, 3), keepdim=True, correction=0)
+        return (1 + scale) * (y - y.mean((2, 3), keepdim=True)) / (variance + 1e-5).sqrt() + shift
+
+
+@architecture()
+def adaptive_norm(variant: str) -> Pair:
+    def apply(p, x, style):
+        y = jnp.einsum("bihw,oi->bohw", x, p["conv"]["weight"][..., 0, 0])
+        y = y + p["conv"]["bias"][:, None, None]
+        scale, shift = jnp.split(dense(p["style"], style)[..., None, None], 2, 1)
+        mean = y.mean((2, 3), keepdims=True)
+        variance = (y**2).mean((2, 3), keepdims=True) - mean**2
+        root = jnp.sqrt(variance + 1e-5)
+        if variant == "epsilon_outside":
+            root = jnp.sqrt(variance) + 1e-5
+        return (1 + scale) * (y - mean) / root + shift
+
+    return pair_of(AdaptiveNorm(), apply, normal(2, 2, 3, 4), normal(2, 3))
+
+
+class SubPixel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.out = nn.Conv2d(3, 12, 1), nn.Conv2d(3, 2, 1)
+
+    def forward(self, x):
+        return self.out(nn.functional.pixel_shuffle(self.up(x), 2).relu())
+
+
+@architecture()
+def sub_pixel(variant: str) -> Pair:
+    def conv(p, x):
+        return x @ p["weight"][..., 0, 0].T + p["bias"]
+
+    def apply(p, x):
+        y = conv(p["up"], x.transpose(0, 2, 3, 1))
+        rows, height, width, _ = y.shape
+        if variant == "depth_to_space":  # as TensorFlow orders the channels
+            y = y.reshape(rows, height, width, 2, 2, 3).transpose(0, 1, 3, 2, 4, 5)
+        else:
+            y = y.reshape(rows, height, width, 3, 2, 2).transpose(0, 1, 4, 2, 5, 3)
+        y = jax.nn.relu(y.reshape(rows, 2 * height, 2 * width, 3))
+        return conv(p["out"], y).transpose(0, 3, 1, 2)
+
+    return pair_of(SubPixel(), apply, normal(2, 3, 5, 4))
+
+
 class Labelled(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -39,8 +39,12 @@ PACKAGES = (
     "jaxonmodels",
     "ablang2",
     "ablang_jax",
+    "equimo",
+    "mamba2_jax",
+    "mace",
+    "trainer",
 )
-DISTRIBUTIONS = {"ablang_jax": "ablanx"}
+DISTRIBUTIONS = {"ablang_jax": "ablanx", "mace": "mace-torch", "trainer": "coqui-tts-trainer"}
 """What is installed for a module of another name."""
 LIMIT_S = 300
 
@@ -101,6 +105,37 @@ class Finding:
         match = re.search(r"\bat (\w{7,})", self.versions)
         assert match, f"{self.path}: no commit"
         return f"commit {match[1]}"
+
+    @property
+    def title(self) -> str:
+        """What is wrong, with the project's name first."""
+        return self.path.read_text().partition("\n")[0].removeprefix("# ")
+
+    @property
+    def who(self) -> str:
+        """Who is hit, as the end of `You are hit if`."""
+        return self._said(r"^You are hit if (.+?)\.(?: [A-Z]|$)") or ""
+
+    @property
+    def since(self) -> str:
+        """The release or commit that the fault came with, as far as that is known."""
+        return self._said(r"\bSince: (.+?)\.(?: |$)") or f"seen in {self.tried}"
+
+    def fixed(self, index: str) -> str:
+        """Return what has fixed it; no release where the newest that was run has it still.
+
+        Args:
+            index: the text of the index, which says what was run.
+        """
+        if said := self._said(r"\bFixed in: (.+?)\.(?: |$)"):
+            return said
+        cells = next(line for line in index.split("\n") if line.startswith(row(self))).split(" | ")
+        ran = cells[-2].partition("+")[0] if self.package else self.tried
+        return f"not in {ran}" if cells[-1].rstrip(" |") in ("still there", "as described") else "?"
+
+    def _said(self, pattern: str) -> str | None:
+        match = re.search(pattern, self.versions, re.MULTILINE)
+        return match[1] if match else None
 
 
 def read(path: Path) -> Finding:
@@ -184,6 +219,23 @@ def row(finding: Finding) -> str:
     """
     name = finding.path.relative_to(FOLDER)
     return f"| {name.parent} | [{name.stem}]({name.as_posix()}) | {finding.tried} |"
+
+
+def known() -> list[list[str]]:
+    """Return the cells of the guide's table: the file, what is wrong, since when, what has fixed
+    it, and who is hit.
+    """
+    index = INDEX.read_text()
+    return [
+        [
+            f"[`{one.path.stem}`](../reports/findings/{one.path.relative_to(FOLDER).as_posix()})",
+            one.title,
+            one.since,
+            one.fixed(index),
+            one.who,
+        ]
+        for one in findings()
+    ]
 
 
 def main(words: list[str]) -> None:

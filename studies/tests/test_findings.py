@@ -48,6 +48,24 @@ def test_a_finding_is_an_issue_of_no_more_than_a_page(finding):
     )
 
 
+@pytest.mark.parametrize("finding", FINDINGS, ids=lambda finding: finding.path.stem)
+def test_a_finding_says_who_is_hit_and_what_has_fixed_it(finding):
+    assert finding.who, f"end {finding.path.name} with `You are hit if ...`"
+    assert finding.fixed(INDEX.read_text()) != "?", "the index has another state: read it again"
+
+
+def test_since_and_fixed_are_read_from_the_last_section():
+    said = "\n\nYou are hit if K > 1, or fp16. Since: 1302c71 (2021-01-19). Fixed in: 0.3.0."
+    found = Finding(FOLDER / "optax" / "a.md", "import optax\n", "2.0\n", f"optax 0.2.8{said}")
+    assert (found.who, found.since) == ("K > 1, or fp16", "1302c71 (2021-01-19)")
+    assert found.fixed("") == "0.3.0"
+    bare = Finding(FOLDER / "optax" / "a.md", "import optax\n", "2.0\n", "optax 0.2.8")
+    assert (bare.who, bare.since) == ("", "seen in 0.2.8")
+    index = "| optax | [a](optax/a.md) | 0.2.8 | 0.2.9 | {} |"
+    assert bare.fixed(index.format("still there")) == "not in 0.2.9"
+    assert bare.fixed(index.format("prints `1.0`: read it again")) == "?"
+
+
 def test_what_prints_something_else_is_not_said_to_be_still_there():
     found = Finding(FOLDER / "optax" / "a.md", "import optax\n", "2.0\n", "optax 0.2.8")
     assert (found.package, found.tried) == ("optax", "0.2.8")

@@ -1403,6 +1403,315 @@ OFFLOADED = {
     ),
 }
 """Layers that write to their input, in a checkpoint that calls them again."""
+SCALED = """
+scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+def loss(k=2):
+    return F.cross_entropy(model(torch.randn(4, 3)), torch.randint(0, 3, (4,))) / k
+"""
+TWO_LINES = """
+if step: scaler.update()
+scaler.scale(loss()).backward()
+{second}
+scaler.unscale_(optimizer)
+"""
+BY_SCALER = {"model": "torch.nn.Linear(3, 3)"}
+FUNCTIONAL = """
+w = torch.nn.Linear(3, 4)
+x = torch.randn(5, 3)
+"""
+OUTSIDE_OF_CALLS = {
+    "before": FUNCTIONAL,
+    "model": "torch.nn.ModuleList([w, torch.nn.Linear(4, 3)])",
+}
+UNRECORDED = """
+x = torch.randn(5, 3)
+h = F.linear(x, model[0].weight, model[0].bias).tanh()
+loss = F.cross_entropy(F.linear(h, model[1].weight, model[1].bias), torch.randint(0, 3, (5,)))
+{between}
+loss.backward()
+{after}
+"""
+SEVERAL = {"passes": 3, "model": "torch.nn.Linear(3, 3)"}
+TARGETS = """
+t = torch.randn(5, 3)
+loss = {loss} / 3
+{write}
+loss.backward()
+"""
+TARGET_FUNCTION = """
+class Squares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, out, t):
+        ctx.save_for_backward(out, t)
+        return (out - t) ** 2
+    @staticmethod
+    def backward(ctx, g):
+        out, t = ctx.saved_tensors
+        return 2 * g * (out - t), None
+"""
+ACTOR = """
+class Signs(torch.optim.Optimizer):
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.add_(p.grad.sign(), alpha=-group["lr"])
+critic = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+of_critic = Signs(critic.parameters(), 0.1)
+def of_actor(x):
+    return -critic(torch.cat([x, model(x)], 1)).mean()
+"""
+STEP_OF_CRITIC = """
+of_critic.zero_grad()
+error = (critic(torch.randn(6, 5)) - 1).square().mean()
+{before}
+error.backward()
+of_critic.step()
+{after}
+loss.backward()
+"""
+KEPT_APART = """
+kept = []
+for _ in range({number}):
+    (F.cross_entropy(model(torch.randn(5, 3)), torch.randint(0, 3, (5,))) / {number}).backward()
+    kept.append([p.grad.clone() for p in model.parameters()])
+    optimizer.zero_grad()
+for p, *of in zip(model.parameters(), *kept):
+    p.grad = {sum}
+"""
+EXCHANGED = """
+parameters = [*model.parameters()]
+added = [torch.zeros_like(p) for p in parameters]
+for _ in range(2):
+    loss = model(torch.randn(5, 6)).tanh().square().mean() / 2
+    for a, g in zip(added, torch.autograd.grad(loss, parameters)):
+        a += g
+for p, a in zip({order}, added):
+    p.grad = a
+"""
+LAYERS = {"model": "torch.nn.Sequential(*(torch.nn.Linear(6, 6, bias=False) for _ in range(3)))"}
+COPIES = """
+model.zero_grad()
+for _ in range(2):
+    out = model(torch.randn(6, 8).bfloat16()).float()
+    (F.cross_entropy(out, torch.randint(0, 8, (6,))) / 2).backward()
+own = [p.grad.float() for p in model.parameters()]
+for copy, gradient in zip(copies, {order}):
+    copy.grad = gradient
+"""
+OF_COPIES = {
+    "before": "copies = []",
+    "model": "torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(2))).bfloat16()",
+    "optimizer": "torch.optim.SGD(copies or (copies.extend(p.detach().float().requires_grad_()"
+    " for p in model.parameters()) or copies), lr=0.1)",
+}
+GIVEN = {
+    # weights that the program uses itself
+    "faulty_input_refilled_outside_of_calls": violated(
+        "changed-batch", UNRECORDED.format(between="x.data.normal_()", after=""), **OUTSIDE_OF_CALLS
+    ),
+    "faulty_weight_written_outside_of_calls": violated(
+        "stale-parameters",
+        UNRECORDED.format(between="model[1].weight.data.mul_(1.5)", after=""),
+        **OUTSIDE_OF_CALLS,
+    ),
+    "sound_input_refilled_after_the_backward": holds(
+        UNRECORDED.format(between="", after="x.data.normal_()"), **OUTSIDE_OF_CALLS
+    ),
+    "sound_half_precision_outside_of_calls": holds(
+        UNRECORDED.format(between="", after="").replace("randn(5, 3)", "randn(5, 3).bfloat16()"),
+        before=FUNCTIONAL,
+        model="torch.nn.ModuleList([w, torch.nn.Linear(4, 3)]).bfloat16()",
+    ),
+    "sound_module_writes_to_its_argument": holds(
+        "F.mse_loss(model(torch.randn(5, 3)), torch.randn(5, 3)).backward()",
+        before="""
+class Moves(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.move = torch.nn.Linear(3, 3)
+    def forward(self, x):
+        x += torch.tanh(self.move(x - x.mean(0)))
+        return x
+class Cloned(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(3, 3)
+        self.layers = torch.nn.ModuleList(Moves() for _ in range(2))
+    def forward(self, x):
+        return apart(self.layers[1](self.layers[0](self.first(x))))
+def apart(x):
+    return x * 1
+""",
+        model="Cloned()",
+    ),
+    # what a loss and a custom function read
+    "sound_loss_written_by_data": holds(
+        TARGETS.format(loss="F.mse_loss(model(torch.randn(5, 3)), t)", write="loss.data.mul_(0.3)"),
+        **SEVERAL,
+    ),
+    "sound_loss_written_by_detach": holds(
+        TARGETS.format(
+            loss="F.mse_loss(model(torch.randn(5, 3)), t)", write="loss.detach().mul_(0.3)"
+        ),
+        **SEVERAL,
+    ),
+    "faulty_targets_written_of_a_loss": violated(
+        "changed-batch",
+        TARGETS.format(loss="F.mse_loss(model(torch.randn(5, 3)), t)", write="t.data.zero_()"),
+        **SEVERAL,
+    ),
+    "faulty_targets_written_of_a_function": violated(
+        "changed-batch",
+        TARGETS.format(
+            loss="Squares.apply(model(torch.randn(5, 3)), t).mean()", write="t.data.zero_()"
+        ),
+        before=TARGET_FUNCTION,
+        **SEVERAL,
+    ),
+    "sound_targets_of_a_function": holds(
+        TARGETS.format(loss="Squares.apply(model(torch.randn(5, 3)), t).mean()", write=""),
+        before=TARGET_FUNCTION,
+        **SEVERAL,
+    ),
+    # a model whose gradient no step of the window is of
+    "faulty_both_losses_before_either_step": violated(
+        "stale-parameters",
+        STEP_OF_CRITIC.format(before="loss = of_actor(torch.randn(6, 3))", after=""),
+        before=ACTOR,
+        model="torch.nn.Linear(3, 2)",
+    ),
+    "sound_each_loss_before_its_step": holds(
+        STEP_OF_CRITIC.format(before="", after="loss = of_actor(torch.randn(6, 3))"),
+        before=ACTOR,
+        model="torch.nn.Linear(3, 2)",
+    ),
+    # a gradient arrives at an input, too, which no optimizer has
+    "faulty_emptied_beside_an_input": violated(
+        "no-gradient",
+        "model(torch.randn(5, 3).requires_grad_()).square().mean().backward()",
+        after="model.zero_grad(set_to_none=False) if step == 1 else None",
+    ),
+    # gradients that the program puts together
+    "faulty_one_of_the_kept_left_out": violated(
+        "dropped-micro-batch",
+        "pass",
+        after=KEPT_APART.format(number=3, sum="sum(of[1:])"),
+        model="torch.nn.Linear(3, 3)",
+    ),
+    "faulty_sum_in_numpy_lacks_the_last": violated(
+        "dropped-micro-batch",
+        "pass",
+        after=KEPT_APART.format(
+            number=3, sum="torch.from_numpy(sum(g.numpy().astype('f8') for g in of[:-1])).float()"
+        ),
+        model="torch.nn.Linear(3, 3)",
+    ),
+    "sound_sum_in_numpy": holds(
+        "pass",
+        after=KEPT_APART.format(
+            number=3, sum="torch.from_numpy(sum(g.numpy().astype('f8') for g in of)).float()"
+        ),
+        model="torch.nn.Linear(3, 3)",
+    ),
+    "sound_two_of_three_at_random": holds(
+        "pass",
+        after=KEPT_APART.format(
+            number=3, sum="sum(of[j] for j in ((0, 1), (1, 2), (0, 2))[step % 3])"
+        ),
+        model="torch.nn.Linear(3, 3)",
+    ),
+    "faulty_results_added_to_a_half": violated(
+        "rescaled-accumulator",
+        "pass",
+        after=EXCHANGED.format(order="parameters")
+        .replace("range(2)", "range(3)")
+        .replace("a += g", "a.mul_(0.5).add_(g)"),
+        **LAYERS,
+    ),
+    "faulty_gradients_exchanged": violated(
+        "misplaced-gradient", "pass", after=EXCHANGED.format(order="reversed(parameters)"), **LAYERS
+    ),
+    "sound_gradients_in_order": holds("pass", after=EXCHANGED.format(order="parameters"), **LAYERS),
+    "faulty_copies_exchanged": violated(
+        "misplaced-gradient", "pass", after=COPIES.format(order="reversed(own)"), **OF_COPIES
+    ),
+    "sound_copies_in_order": holds("pass", after=COPIES.format(order="own"), **OF_COPIES),
+    # windows of sums, of two lines, and of a scale
+    "faulty_divided_by_the_count_of_the_last": violated(
+        "wrong-count",
+        "n = int(torch.randint(2, 9, ()))\n"
+        "F.cross_entropy(model(torch.randn(n, 3)), torch.randint(0, 3, (n,)), reduction='sum')"
+        ".backward()",
+        after="for p in model.parameters(): p.grad.div_(n)",
+        **SEVERAL,
+    ),
+    "sound_divided_by_the_count_of_all": holds(
+        "total = total + (n := int(torch.randint(2, 9, ())))\n"
+        "F.cross_entropy(model(torch.randn(n, 3)), torch.randint(0, 3, (n,)), reduction='sum')"
+        ".backward()",
+        before="total = 0",
+        after="for p in model.parameters(): p.grad.div_(total)\ntotal = 0",
+        **SEVERAL,
+    ),
+    "faulty_one_line_is_not_scaled": violated(
+        "wrong-scale",
+        "pass",
+        before=SCALED,
+        after=TWO_LINES.format(second="loss().backward()"),
+        **BY_SCALER,
+    ),
+    "sound_both_lines_are_scaled": holds(
+        "pass",
+        before=SCALED,
+        after=TWO_LINES.format(second="scaler.scale(loss()).backward()"),
+        **BY_SCALER,
+    ),
+    "finding_first_line_is_not_divided": holds(
+        "pass",
+        before=SCALED,
+        after="loss(1).backward()\nfor _ in range(3): (loss(1) / 4).backward()",
+        model="torch.nn.Linear(3, 3)",
+    ),
+    "faulty_divided_by_the_count_before": violated(
+        "wrong-count",
+        "n = int(torch.randint(2, 9, ()))\n"
+        "total = F.cross_entropy(model(torch.randn(n, 3)), torch.randint(0, 3, (n,)), reduction='sum')\n"
+        "(total / (3 * before)).backward()\n"
+        "before = n",
+        before="before = 4",
+        **SEVERAL,
+    ),
+    "faulty_ramp_in_the_window": violated(
+        "weighted-by-place",
+        "at = at + 1\n"
+        "(at * F.cross_entropy(model(torch.randn(5, 3)), torch.randint(0, 3, (5,))) / 60).backward()",
+        before="at = 0",
+        **SEVERAL,
+    ),
+    "sound_two_coefficients_that_add_up_to_k": holds(
+        "n = 12 - n\n"
+        "out, share = model(torch.randn(n, 3)), n / 12\n"
+        "(1.7 * share * F.mse_loss(out, torch.randn(n, 3))"
+        " + 0.3 * share * F.l1_loss(out, torch.randn(n, 3))).backward()",
+        before="n = 3",
+        model="torch.nn.Linear(3, 3)",
+        passes=2,
+    ),
+    "sound_ctc_by_targets": holds(
+        "lengths = torch.randint(1, 5, (2,))\n"
+        "rows = model(torch.randn(2, 12, 3)).log_softmax(-1).transpose(0, 1)\n"
+        "targets = torch.randint(1, 3, (2, 4))\n"
+        "F.ctc_loss(rows, targets, torch.full((2,), 12), lengths, reduction='sum', zero_infinity=True).backward()\n"
+        "total = total + int(lengths.sum())",
+        before="total = 0",
+        after="for p in model.parameters(): p.grad.div_(total)\ntotal = 0",
+        **SEVERAL,
+    ),
+}
+"""What is given to backward, and what the program puts together and divides itself."""
 EVIDENCE = {
     **FUNCTIONS,
     **CASTS,
@@ -1425,4 +1734,5 @@ EVIDENCE = {
     **SKIPPED,
     **RESULTS,
     **OFFLOADED,
+    **GIVEN,
 }

@@ -253,6 +253,9 @@ def test_what_is_accepted_is_counted_and_no_violation(
     )
     assert ("2 steps judged of 2, 1 fault accepted" in err) == (not status)
     assert ("accepted: mean-of-means at step 0, each" in err) == (not status)
+    nothing = f"--accept mean-of-means@{LINE[:-1]} matches nothing; mean-of-means is at "
+    assert (nothing in err) == (bool(options) and bool(status))
+    assert ("matches nothing" in err) == (bool(options) and bool(status))
 
 
 WEIGHTED = """

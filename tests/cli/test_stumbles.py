@@ -52,6 +52,49 @@ def test_another_failed_import_gets_no_such_hint(run, project):
     assert "name the module" not in run("verify", "lacks.py:train").err
 
 
+@pytest.fixture
+def tagger(project):
+    """A package whose script imports the module beside it."""
+    folder = project / "tagger"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "data.py").write_text("ROWS = 3\n")
+    return folder
+
+
+@pytest.mark.parametrize("line", ["from .data import ROWS", "from tagger.data import ROWS"])
+def test_a_script_of_a_package_is_told_to_run_as_a_module(run, tagger, line):
+    (tagger / "train.py").write_text(f"{line}\n")
+    said = run("audit", "tagger/train.py").err.splitlines()[-1]
+    assert said.endswith(
+        "before its first step; it is part of a package: run `gradcheck-suite audit -m tagger.train`"
+    )
+
+
+def test_the_folder_is_said_where_it_is_another(run, tagger, monkeypatch):
+    (tagger / "train.py").write_text("from .data import ROWS\n")
+    monkeypatch.chdir(tagger)
+    assert (
+        run("audit", "train.py")
+        .err.splitlines()[-1]
+        .endswith(f"-m tagger.train` in {tagger.parent}")
+    )
+
+
+def test_a_package_that_is_not_installed_is_said_to_be_missing_here(run, project):
+    (project / "train.py").write_text("import nowhere_to_be_found.here\n")
+    said = run("audit", "train.py").err.splitlines()[-1]
+    assert f"nowhere_to_be_found is not installed where gradcheck-suite is, in {sys.prefix}" in said
+
+
+@pytest.mark.parametrize(
+    "line", ["import torch.nowhere", "from torch import nowhere", "raise ValueError('own')"]
+)
+def test_another_end_gets_no_hint_on_imports(run, project, line):
+    (project / "train.py").write_text(f"{line}\n")
+    assert run("audit", "train.py").err.splitlines()[-1].endswith("before its first step")
+
+
 def test_pythonpath_finds_the_package_of_a_src_layout(run, src_layout):
     assert "there is no module" in run("verify", "pkg.sub.loop:train").err
     (src_layout / "pyproject.toml").write_text('[tool.gradcheck-suite]\npythonpath = ["src"]\n')
@@ -179,7 +222,7 @@ class Trainer:
     ("loop", "case", "said"),
     [
         (two, "case", "two is two(run, more): expected a function of one argument"),
-        (Trainer, "case", "Trainer is Trainer(): expected a function of one argument"),
+        (Trainer, "case", "Trainer is a class: expected a function of one argument"),
         (None, "case", "the loop None is of type NoneType: expected a function of one argument"),
         (lambda run: None, None, "case is of type NoneType: expected a gradcheck_suite.Case"),
     ],

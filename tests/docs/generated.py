@@ -25,6 +25,7 @@ from gradcheck_suite.core.findings import FINDINGS
 from gradcheck_suite.core.options import OF_COMMANDS, Option, VerifyOptions, options_of
 from gradcheck_suite.loops.trainers import TRAINERS
 from gradcheck_suite.pytest_plugin import SECOND_OPINION_S
+from studies.tests.findings import known as in_public_code
 from tests.docs.pages import ROOT
 
 _SCHEMA = Path(gradcheck_suite.core.__file__).with_name("result.schema.json")
@@ -55,6 +56,12 @@ def findings(kind: str) -> str:
     """Return the table of findings, or of reasons, in the order of the code's table."""
     rows = ([f"`{one.name}`", one.meaning] for one in FINDINGS.values() if one.kind == kind)
     return table([kind, "what it means"], rows)
+
+
+def findings_in_public_code() -> str:
+    """Return the table of the findings that are ready to send, from their files."""
+    head = ["file", "what is wrong", "since", "fixed in", "you are hit if"]
+    return table(head, in_public_code())
 
 
 def causes() -> str:
@@ -307,6 +314,7 @@ TABLES: dict[str, Callable[[], str]] = {
         for name in ("of_verify", "of_audit", "of_port", "violation", "port_finding")
     },
     "findings": lambda: findings("finding"),
+    "findings-in-public-code": findings_in_public_code,
     "reasons": lambda: findings("reason"),
     "causes of a port": causes,
     "exit statuses": exit_statuses,

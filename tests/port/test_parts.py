@@ -14,6 +14,7 @@ import optax
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - as torch's documents call it
+from torch import nn
 
 from gradcheck_suite.port.compare import judge_function
 from tests.port.pairs import arrays, decoder_pair, drawn, head, images, pair_of, recurrent, rotary
@@ -645,3 +646,46 @@ def test_a_mean_that_counts_padding():
 
     inputs = drawn(3, 5, 4), np.arange(5) < np.array([[5], [2], [3]])
     is_one_finding(verdict(lambda: pair_of(Pooled(4, 2), apply, inputs)), "forward", "", "count")
+
+
+# A weight in two uses.
+
+
+class Twice(nn.Module):
+    """Applies one layer two times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.out = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Any) -> Any:
+        return self.out(self.a(self.a(x).tanh()).tanh())
+
+
+@pytest.mark.parametrize(
+    ("order", "found"),
+    [
+        (lambda w: w, []),
+        (lambda w: w.T, [("load", "a", "weight-transposed")]),
+        (lambda w: w[::-1], [("load", "a", "weight-permuted")]),
+        (lambda w: w[:, [2, 0, 3, 1]], [("load", "a", "weight-permuted")]),
+        (lambda w: w[[2, 0, 3, 1]], [("load", "a", "weight-permuted")]),
+    ],
+)
+def test_a_weight_in_another_order_is_one_finding_in_two_uses(order, found):
+    def load(state: Any) -> Any:
+        return {**state, "a.weight": order(state["a.weight"])}
+
+    def layer(p: Any, x: Any, name: str) -> Any:
+        return x @ p[f"{name}.weight"].T + p[f"{name}.bias"]
+
+    def apply(p: Any, x: Any) -> Any:
+        return layer(p, jnp.tanh(layer(p, jnp.tanh(layer(p, x, "a")), "a")), "out")
+
+    torch.manual_seed(0)
+    module = Twice()
+    state = {name: value.numpy() for name, value in module.state_dict().items()}
+    x = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
+    pair = {"module": module, "apply": apply, "load": load, "params": load(state), "inputs": (x,)}
+    result = judge_function(lambda: pair, "pair")
+    assert [(f.kind, f.place, f.cause) for f in result.differences] == found

@@ -89,7 +89,14 @@ class PassMark:
         mixing = []
         for term in self.terms:
             for one in row_inputs(term, self.data):
-                by = _or_unknown(mixing_of, (), self.program, term, one, known)
+                by = _or_unknown(
+                    mixing_of,
+                    (),
+                    self.program,
+                    term,
+                    one,
+                    known,
+                )
                 mixing.append({"by": by, "input": sketch([given[one]])["sample"]})
         return {
             "gradient": _parts_of(sketch(gradient), "sample", "norms"),
@@ -333,7 +340,12 @@ def _sampled(rows: Any) -> Any:
     table = rows.reshape(rows.shape[0], number // width, width)
     of_rows = _waves(number // width, rows.dtype)
     # a sum with the outer product of two short waves: two small products, and no long wave
-    columns = jnp.einsum("lrc,cp->lrp", table, _waves(width, rows.dtype), precision="highest")
+    columns = jnp.einsum(
+        "lrc,cp->lrp",
+        table,
+        _waves(width, rows.dtype),
+        precision="highest",
+    )
     return jnp.concatenate([elements, jnp.sum(columns * of_rows, 1)], 1)
 
 

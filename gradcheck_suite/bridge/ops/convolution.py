@@ -63,9 +63,12 @@ def convolution(
     padding = per_axis(padding, n)
     dilation = per_axis(dilation, n)
     if transposed:
-        extent = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
         extra = per_axis(output_padding, n)
-        pads = [(r - p, r - p + e) for r, p, e in zip(extent, padding, extra, strict=True)]
+        pads = []
+        for axis, size in enumerate(weight.shape[2:]):
+            # a transposed convolution pads by what the kernel reaches beyond its first element
+            before = dilation[axis] * (size - 1) - padding[axis]
+            pads.append((before, before + extra[axis]))
         kernel = _transposed_kernel(weight, groups)
         strides = [1] * n
         lhs = stride
@@ -105,7 +108,8 @@ def _windows(
     count = (-(-span // stride) if ceil_mode else span // stride) + 1
     if ceil_mode and (count - 1) * stride >= size + padding:
         count -= 1  # a window must begin within the input or its left padding
-    return np.arange(count)[:, None] * stride - padding + np.arange(kernel)[None, :] * dilation
+    starts = np.arange(count) * stride - padding
+    return starts[:, None] + np.arange(kernel)[None, :] * dilation
 
 
 def _adaptive(size: int, out: int) -> Places:
@@ -142,18 +146,20 @@ def _gathered(x: Array, places: Sequence[Places], outside: Any) -> tuple[Array, 
     windows = flat.shape[:n]
     flat = flat.reshape(*windows, -1)
     inside = inside.reshape(*windows, -1)
-    taken = x.reshape(*x.shape[: x.ndim - n], math.prod(spatial))[..., flat]
+    leading = x.shape[: x.ndim - n]
+    taken = x.reshape(*leading, math.prod(spatial))[..., flat]
     return jnp.where(inside, taken, outside), flat
 
 
 def _max(x: Array, places: Sequence[Places]) -> tuple[Array, Array]:
     lowest = -jnp.inf if is_inexact(x) else jnp.iinfo(x.dtype).min
     taken, flat = _gathered(x, places, lowest)
+    # `jnp.max` would share the gradient among equal maxima, of which torch takes the first
     best = jnp.argmax(lax.stop_gradient(taken), axis=-1, keepdims=True)
-    index = jnp.take_along_axis(jnp.broadcast_to(jnp.asarray(flat), taken.shape), best, axis=-1)[
-        ..., 0
-    ]
-    return jnp.take_along_axis(taken, best, axis=-1)[..., 0], index.astype(jnp.int64)
+    places_of_all = jnp.broadcast_to(jnp.asarray(flat), taken.shape)
+    index = jnp.take_along_axis(places_of_all, best, axis=-1)[..., 0]
+    largest = jnp.take_along_axis(taken, best, axis=-1)[..., 0]
+    return largest, index.astype(jnp.int64)
 
 
 def _all_windows(
@@ -309,9 +315,13 @@ def _weighted(weights: Callable[..., Weights]) -> Resized:
 
     def resized(x: Array, axis: int, out: int, align_corners: bool, factor: float | None) -> Array:
         matrix = jnp.asarray(weights(x.shape[axis], out, align_corners, factor), x.dtype)
-        return jnp.moveaxis(
-            jnp.tensordot(x, matrix, ((axis,), (1,)), precision=lax.Precision.HIGHEST), -1, axis
+        product = jnp.tensordot(
+            x,
+            matrix,
+            ((axis,), (1,)),
+            precision=lax.Precision.HIGHEST,
         )
+        return jnp.moveaxis(product, -1, axis)
 
     return resized
 
@@ -321,14 +331,11 @@ def _nearest(offset: float) -> Resized:
 
     def resized(x: Array, axis: int, out: int, align_corners: bool, factor: float | None) -> Array:
         size = x.shape[axis]
-        step = (
-            np.float32(1 / factor)
-            if factor is not None and factor > 0
-            else np.float32(size) / np.float32(out)
-        )
-        places = np.floor((np.arange(out, dtype=np.float32) + np.float32(offset)) * step).astype(
-            np.int64
-        )
+        step = np.float32(size) / np.float32(out)
+        if factor is not None and factor > 0:
+            step = np.float32(1 / factor)
+        centres = np.arange(out, dtype=np.float32) + np.float32(offset)
+        places = np.floor(centres * step).astype(np.int64)
         return jnp.take(x, np.minimum(places, size - 1), axis=axis)
 
     return resized
@@ -403,6 +410,7 @@ def _placed(grid: Array, size: int, padding_mode: int, align_corners: bool) -> A
 
     Padding mode 1 is border, 2 is reflection.
     """
+    # -1 and 1 are the centres of the outermost entries, or their outer edges
     x = (grid + 1) / 2 * (size - 1) if align_corners else ((grid + 1) * size - 1) / 2
     return _bounded(x, size, padding_mode, align_corners)
 
@@ -468,7 +476,8 @@ def _bicubic_sampled(
             _bounded(f + o - 1, s, padding_mode, align_corners)
             for f, o, s in zip(floors, (i, j), sizes, strict=True)
         ]
-        total = total + (weights[0][i] * weights[1][j])[:, None] * _looked_up(image, at)
+        weight = weights[0][i] * weights[1][j]
+        total = total + weight[:, None] * _looked_up(image, at)
     return total
 
 

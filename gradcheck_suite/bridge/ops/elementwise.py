@@ -385,7 +385,8 @@ def _floored(x: Array, y: Array) -> Array:
     """
     remainder = jnp.fmod(x, y)
     quotient = (x - remainder) / y
-    quotient = jnp.where((remainder != 0) & ((y < 0) != (remainder < 0)), quotient - 1, quotient)
+    is_below = (remainder != 0) & ((y < 0) != (remainder < 0))
+    quotient = jnp.where(is_below, quotient - 1, quotient)
     floor = jnp.floor(quotient)
     floor = jnp.where(quotient - floor > 0.5, floor + 1, floor)
     exact = x / y
@@ -437,7 +438,8 @@ def pow_(self: Any, exponent: Any) -> Array:
 
 def _hardtanh(self: Array, low: Any = -1, high: Any = 1) -> Array:
     """Return x clamped to [low, high]; the gradient at both bounds is 0, unlike clamp's."""
-    return jnp.where(self <= low, low, jnp.where(self >= high, high, self)).astype(self.dtype)
+    at_most = jnp.where(self >= high, high, self)
+    return jnp.where(self <= low, low, at_most).astype(self.dtype)
 
 
 def log_sigmoid(self: Array) -> Array:
@@ -457,7 +459,9 @@ def _softplus(self: Array, beta: Any = 1, threshold: Any = 20) -> Array:
     """Return log(1 + e^(beta * x)) / beta, and x itself where beta * x exceeds the threshold."""
     scaled = self * beta
     linear = scaled > threshold
-    return jnp.where(linear, self, jnp.log1p(jnp.exp(jnp.where(linear, 0, scaled))) / beta)
+    # beyond the threshold the exponential may be infinite: the branch that is not taken stays finite
+    soft = jnp.log1p(jnp.exp(jnp.where(linear, 0, scaled))) / beta
+    return jnp.where(linear, self, soft)
 
 
 @register_op("aten.rrelu")

@@ -120,6 +120,12 @@ def solve_ex(
     return _solved(a, b, left), empty, empty, _no_error(a)
 
 
+def _slogdet(a: Array) -> tuple[Array, ...]:
+    """Return the sign and the logarithm of the determinant; the factors are empty here, too."""
+    empty = jnp.zeros(0, a.dtype)
+    return *jnp.linalg.slogdet(a), empty, empty
+
+
 def _det(a: Array) -> tuple[Array, ...]:
     """Return the determinant; the factors that torch's backward reads are empty here."""
     # the determinant of no rows is the empty product
@@ -384,7 +390,7 @@ register_table(
         "aten._cdist_forward": _cdist,
         "aten._euclidean_dist": _cdist,
         "aten._linalg_det": _det,
-        "aten._linalg_slogdet": lambda a: (*jnp.linalg.slogdet(a), *[jnp.zeros(0, a.dtype)] * 2),
+        "aten._linalg_slogdet": _slogdet,
         "aten._pdist_forward": _pdist,
         "aten.addbmm": _added(lambda one, two: jnp.sum(product(one, two), axis=0)),
         "aten.addmm": _added(product),

@@ -20,6 +20,7 @@ from gradcheck_suite.bridge.op_table import (
     on_vectors,
     register_op,
     register_table,
+    unless_zero,
     with_derivatives,
 )
 from gradcheck_suite.bridge.ops.elementwise import log_sigmoid
@@ -94,18 +95,19 @@ def vector_norm(
     if order < 0:
         return total(size**order) ** (1 / order)
     if order == 2:
-        of_powers = total(size * size if is_complex(x) else x * x)
-        # twice `where`, as in `absolute`: the derivative of the root at 0 is infinite
-        return jnp.where(of_powers == 0, 0, jnp.sqrt(jnp.where(of_powers == 0, 1, of_powers)))
+        return _root(total(size * size if is_complex(x) else x * x))
     # a zero entry contributes no gradient, though the derivative of |x|^ord may be infinite there
-    of_powers = total(jnp.where(size == 0, 0, jnp.where(size == 0, 1, size) ** order))
-    return jnp.where(of_powers == 0, 0, jnp.where(of_powers == 0, 1, of_powers) ** (1 / order))
+    of_powers = total(unless_zero(lambda entry: entry**order, size))
+    return unless_zero(lambda sum_: sum_ ** (1 / order), of_powers)
 
 
 def _picked(x: Array, index: Array, dim: int, keepdim: bool) -> tuple[Array, Array]:
     """Return the entries that `index`, in which `dim` is kept, selects along `dim`, and the index."""
-    both = jnp.take_along_axis(x, index, axis=dim), index.astype(jnp.int64)
-    return both if keepdim else (jnp.squeeze(both[0], dim), jnp.squeeze(both[1], dim))
+    value = jnp.take_along_axis(x, index, axis=dim)
+    index = index.astype(jnp.int64)
+    if keepdim:
+        return value, index
+    return jnp.squeeze(value, dim), jnp.squeeze(index, dim)
 
 
 def _extreme(which: Callable[..., Array]) -> Lowering:
@@ -134,9 +136,14 @@ def sort(
     """Return the sorted values and their indices; the sort is stable, and NaN is the largest."""
     # where torch may exchange equal entries, a stable order is one that it may return
     del stable
+    detached = lax.stop_gradient(self)
     order = jnp.argsort(
-        lax.stop_gradient(self), axis=dim, stable=True, descending=descending
-    ).astype(jnp.int64)
+        detached,
+        axis=dim,
+        stable=True,
+        descending=descending,
+    )
+    order = order.astype(jnp.int64)
     return jnp.take_along_axis(self, order, axis=dim), order
 
 
@@ -145,16 +152,23 @@ def topk(
     self: Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> tuple[Array, ...]:
     """Return the k largest values, in descending order, and their indices."""
+    # torch may return them in any order unless it is asked to sort: this order is one of these
     del sorted
-    return tuple(lax.slice_in_dim(x, 0, k, axis=dim % self.ndim) for x in sort(self, dim, largest))
+    dim = dim % self.ndim
+    return tuple(lax.slice_in_dim(x, 0, k, axis=dim) for x in sort(self, dim, largest))
 
 
 @on_vectors
 def kthvalue(self: Array, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
     """Return the kth smallest value, counted from 1, and its index."""
-    return _picked(
-        self, lax.slice_in_dim(sort(self, dim)[1], k - 1, k, axis=dim % self.ndim), dim, keepdim
+    _, order = sort(self, dim)
+    index = lax.slice_in_dim(
+        order,
+        k - 1,
+        k,
+        axis=dim % self.ndim,
     )
+    return _picked(self, index, dim, keepdim)
 
 
 def _cumulative(
@@ -211,7 +225,8 @@ def _moments(function: Callable[[Array, Array], Any]) -> Lowering:
 
 def _root(variance: Array) -> Array:
     """Return the square root with gradient 0 at 0, as torch's `std` has it."""
-    return jnp.where(variance == 0, 0, jnp.sqrt(jnp.where(variance == 0, 1, variance)))
+    # the derivative of the root at 0 is infinite
+    return unless_zero(jnp.sqrt, variance)
 
 
 def _median(skip_nan: bool) -> Lowering:
@@ -225,8 +240,11 @@ def _median(skip_nan: bool) -> Lowering:
         numbers = jnp.sum(~missing, axis=dim, keepdims=True)
         place = jnp.maximum(numbers - 1, 0) // 2
         if not skip_nan:
+            # the first NaN stands behind all numbers
             place = jnp.where(numbers < self.shape[dim], numbers, place)
-        return _picked(self, jnp.take_along_axis(sort(self, dim)[1], place, axis=dim), dim, keepdim)
+        _, order = sort(self, dim)
+        index = jnp.take_along_axis(order, place, axis=dim)
+        return _picked(self, index, dim, keepdim)
 
     return on_vectors(lowering)
 

@@ -402,10 +402,12 @@ def embedding_bag(
         rows = rows * per_sample_weights[:, None]
     counts = jnp.zeros(bags, jnp.int64).at[bag].add(kept)
     if mode == 2:
+        # (bags, entries)
         member = (bag[None, :] == jnp.arange(bags)[:, None]) & kept[None, :]
         candidates = jnp.where(member[..., None], lax.stop_gradient(rows)[None], -jnp.inf)
         best = jnp.argmax(candidates, axis=1)
-        out = jnp.where((counts > 0)[:, None], jnp.take_along_axis(rows, best, axis=0), 0)
+        largest = jnp.take_along_axis(rows, best, axis=0)
+        out = jnp.where((counts > 0)[:, None], largest, 0)
     else:
         out = (
             jnp.zeros((bags, weight.shape[1]), weight.dtype)
@@ -455,7 +457,8 @@ def _through(view: Lowering) -> Lowering:
 
     def lowering(self: Array, src: Array, *arguments: Any) -> Array:
         places = view(jnp.arange(self.size).reshape(self.shape), *arguments).reshape(-1)
-        written = self.reshape(-1).at[places].set(src.astype(self.dtype).reshape(-1))
+        values = src.astype(self.dtype).reshape(-1)
+        written = self.reshape(-1).at[places].set(values)
         return written.reshape(self.shape)
 
     return lowering

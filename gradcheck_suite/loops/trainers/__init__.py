@@ -18,6 +18,7 @@ from gradcheck_suite.loops.trainers.trainer import Trainer
 __all__ = ["PACKAGES", "TRAINERS", "Trainer"]
 
 
+# a new trainer is one new file: nothing else lists them
 _MODULES = [
     import_module(f"{adapters.__name__}.{module.name}")
     for module in iter_modules(adapters.__path__)
