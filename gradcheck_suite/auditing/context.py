@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress, pairwise
+from itertools import chain, compress, pairwise
 from operator import not_
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from gradcheck_suite.auditing.custom_functions import NOT_SEEN
-from gradcheck_suite.auditing.events import Event, Gap, PassRecord, settle
+from gradcheck_suite.auditing.events import Event, Gap, PassRecord, copy_to_host
 from gradcheck_suite.auditing.function_calls import (
     CallsOfProgram,
     FunctionKey,
@@ -32,20 +32,20 @@ from gradcheck_suite.auditing.judge import ORPHANS, Judge
 from gradcheck_suite.auditing.mode_changes import ModeChanges
 from gradcheck_suite.auditing.modes import AsBefore
 from gradcheck_suite.auditing.module_calls import ModuleCall, ModuleCalls, without_gradients
-from gradcheck_suite.auditing.places import Place, living
+from gradcheck_suite.auditing.places import Place, live_instances
 from gradcheck_suite.auditing.program_state import preserve_rng
 from gradcheck_suite.auditing.recomputation import (
     SENTENCES,
     UNEXPLAINED,
-    Asked,
-    Part,
-    Recomputed,
+    RecomputeRequest,
+    RecomputeResult,
+    RecordedCall,
     Turn,
     judge_calls_of_program,
     recompute,
     turn_of,
 )
-from gradcheck_suite.auditing.recorder import Recorder, Running
+from gradcheck_suite.auditing.recorder import ActivePass, Recorder
 from gradcheck_suite.auditing.replay import StepWindow, near
 from gradcheck_suite.auditing.rules import StepFault
 from gradcheck_suite.auditing.schedule import AGAIN, Schedule
@@ -262,7 +262,9 @@ class RankReader:
         """Return what the rank has written so far."""
         path = self._ranks.path(self._found.rank)
         if path != self._path:  # that of an earlier run, until this run's was begun
-            self._path, self._at, self._found = path, 0, RankFile(self._found.rank)
+            self._path = path
+            self._at = 0
+            self._found = RankFile(self._found.rank)
         # an entry that is being written ends too early, and is read the next time
         with contextlib.suppress(EOFError, FileNotFoundError, pickle.UnpicklingError):
             if path is not None and path.stat().st_size > self._at:
@@ -396,11 +398,11 @@ class TorchAudit:
         self._hurries: float | None = None
         # whether every instrument is switched off: passes and steps are counted
         self._is_off = {*self.options.without} >= {*INSTRUMENTS}
-        self._running: dict[int, Running] = {}
+        self._running: dict[int, ActivePass] = {}
         self._recomputed: Counter[str] = Counter()
         self._functions: set[FunctionKey] = set()
         self._outside = CallsOfProgram()
-        self._calls: list[Part] | str | None = None
+        self._calls: list[RecordedCall] | str | None = None
         self._opinion: JaxOpinion | None = None
 
     def _new_judge(self, ranks: int, of: End | None = None) -> Judge:
@@ -626,8 +628,8 @@ class TorchAudit:
     def _find_names(self) -> None:
         known = ((key, of.reference()) for key, of in self._recorder.parameters.items())
         keys = {id(parameter): key for key, parameter in known if parameter is not None}
-        modules = [one for one in living(torch.nn.Module) if "_parameters" in one.__dict__]
-        inner = {id(part) for one in modules for part in one._modules.values()}
+        modules = [one for one in live_instances(torch.nn.Module) if "_parameters" in one.__dict__]
+        inner = {id(part) for part in chain.from_iterable(one._modules.values() for one in modules)}
         # a module's parts name no parameter with more words than it does
         for module in (one for one in modules if id(one) not in inner):
             for found, parameter in module.named_parameters(remove_duplicate=False):
@@ -689,7 +691,7 @@ class TorchAudit:
         events = self._events
         self._events = []
         self._recorder.read(events)
-        settle(events)
+        copy_to_host(events)
         for key, known in self._recorder.parameters.items():
             self._dtypes.setdefault(key, known.dtype)
         return events
@@ -747,9 +749,14 @@ class TorchAudit:
             running.record.modes.add((module, training))
             place = running.record.place
             step = self._recorder.steps_seen
-            self._modes.ran(place, module, training=training, step=step)
+            self._modes.ran(
+                place,
+                module,
+                training=training,
+                step=step,
+            )
 
-    def _observed(self) -> Running | None:
+    def _observed(self) -> ActivePass | None:
         recorder = self._recorder
         return recorder.running() if recorder.records and not recorder.muted else None
 
@@ -809,12 +816,16 @@ class TorchAudit:
 
     def _asked(
         self, window: StepWindow, weights: Mapping[int, float], violation: Violation | None
-    ) -> tuple[Asked, dict[int, int]]:
+    ) -> tuple[RecomputeRequest, dict[int, int]]:
         """Return what is asked of a window that is computed again, and the id of each parameter by
         its key.
         """
         known = self._recorder.parameters
-        live = {k: p for k in window.keys if k in known and (p := known[k].reference()) is not None}
+        live: dict[int, torch.Tensor] = {}
+        for key in filter(known.__contains__, window.keys):
+            p = known[key].reference()
+            if p is not None:
+                live[key] = p
         hooked = set[int]()
         if violation is None:
             # a hook of the program's own changes what arrives, which matters where the sums are not
@@ -827,8 +838,8 @@ class TorchAudit:
         lines = self._recorder.used_at
         passes = {i: seen.records[0] for i, seen in window.passes.items() if i in weights}
         ids = {key: id(parameter) for key, parameter in live.items()}
-        asked = Asked(
-            [self._running.get(i, Running(record, Reader())) for i, record in passes.items()],
+        asked = RecomputeRequest(
+            [self._running.get(i, ActivePass(record, Reader())) for i, record in passes.items()],
             [weights[i] for i in passes],
             window.factor or 1.0,
             observed,
@@ -899,7 +910,7 @@ class TorchAudit:
             fault = violation_of(step_fault, window, last)
             self._judge.add(replace(fault, error=found.error, allowed=found.allowed))
 
-    def _note_recomputed(self, found: Recomputed, optimizer: int) -> None:
+    def _note_recomputed(self, found: RecomputeResult, optimizer: int) -> None:
         """Note what a window that was computed again has shown, or why it could not be."""
         if found.keep is not None:
             self._forwards.keeps.add(found.keep)
@@ -1010,7 +1021,7 @@ class TorchAudit:
 
     def _files(self) -> set[str]:
         """Return the files that lines of the result may be in."""
-        lines = {line for place in self._places for line in (place.line, *place.path)}
+        lines = set(chain.from_iterable((place.line, *place.path) for place in self._places))
         return {line.rpartition(":")[0] for line in lines | self._lines}
 
     def _as_wanted(self, named: Sequence[Found], unjudged: Found | None) -> tuple[Found, ...]:
@@ -1065,7 +1076,8 @@ def _is_rescaled_each_time(window: StepWindow) -> bool:
     """Return whether `.grad` was multiplied by one factor after each pass: whether the last one is
     right is unknown.
     """
-    found = [c for index in window.passes if (c := window.of_pass((0, index))) is not None]
+    every = [window.coefficient_of((0, index)) for index in window.passes]
+    found = [coefficient for coefficient in every if coefficient is not None]
     factor = window.factor or 1.0
     return (
         len(found) > 1

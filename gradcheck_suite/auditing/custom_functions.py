@@ -122,7 +122,9 @@ def judge_function(call: Call, *, accumulates: bool = True) -> FunctionReport:
         return found
     # each of these holds the backward to one that is known to be the derivative
     checks = [_of_own_dtype, _of_program, _of_second]
-    for further in [*checks, _of_memory] if accumulates else checks:
+    if accumulates:
+        checks.append(_of_memory)
+    for further in checks:
         with contextlib.suppress(Exception):  # it cannot be called in this way
             if fault := further(call):
                 return FunctionReport(
@@ -348,7 +350,8 @@ def _direction(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     )
     if bool((value > 0).all()):
         return draws * value
-    return draws * (float(value.double().square().mean().sqrt()) or 1.0)
+    size = float(value.double().square().mean().sqrt()) or 1.0
+    return draws * size
 
 
 def _of_argument(
@@ -365,7 +368,13 @@ def _of_argument(
     on_purpose = list[float]()
     for number in range(DIRECTIONS):
         # every gradient lies in memory as the one that came; half of the lines go uphill
-        line = _Line(subject, point, index, generator, uphill=bool(number % 2))
+        line = _Line(
+            subject,
+            point,
+            index,
+            generator,
+            uphill=bool(number % 2),
+        )
         found = line.compared(steps)
         if isinstance(found, str):
             notes.append(found)
@@ -400,7 +409,14 @@ def _of_what_arrived(
     """
     found = list[float]()
     for _ in range(DIRECTIONS):
-        line = _Line(subject, point, index, generator, uphill=True, as_arrived=True)
+        line = _Line(
+            subject,
+            point,
+            index,
+            generator,
+            uphill=True,
+            as_arrived=True,
+        )
         compared = line.compared_as_a_whole(steps)
         if isinstance(compared, Ratio):
             found.append(compared.ratio)
@@ -614,10 +630,11 @@ class _Line:
         The interval is halved where the output departs most from its tangent: by less and less at a
         bend, and by as much as before at a jump.
         """
-        low, high = -STEPS[0], STEPS[0]
+        high = STEPS[0]
+        low = -high
         ends = [self.at(low), self.at(high)]
         off = [
-            ((b - a) - (high - low) * d) * (c != 0)
+            ((b - a) - (high - low) * d).mul(c != 0)
             for a, b, d, c in zip(*ends, fine, cotangents, strict=True)
         ]
         which = max(range(len(off)), key=lambda i: float(off[i].abs().max()))
@@ -637,9 +654,11 @@ class _Line:
                 abs(right - between - (high - middle) * slope),
             ]
             if departs[0] > departs[1]:
-                high, right = middle, between
+                high = middle
+                right = between
             else:
-                low, left = middle, between
+                low = middle
+                left = between
         return abs(right - left - (high - low) * slope) > first / JUMP
 
 
@@ -753,7 +772,12 @@ def _of_own_dtype(call: Call) -> Fault | None:
         cotangents = [
             torch.randn(o.shape, generator=generator).to(o) for o in subject.outputs(point)
         ]
-        here = _gradients(subject, point, cotangents, seed=0)
+        here = _gradients(
+            subject,
+            point,
+            cotangents,
+            seed=0,
+        )
         moved = []
         for _ in range(NUDGES):
             near = [

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
@@ -175,13 +176,12 @@ class Gap:
 Event = PassRecord | StepRecord | Gap
 
 
-def settle(events: Sequence[Event]) -> None:
+def copy_to_host(events: Sequence[Event]) -> None:
     """Turn samples that lie on a device into arrays; waits for the device once."""
     # once for all: on a GPU each read of its own would wait for the kernels before it
     columns = [
         c
-        for event in events
-        for c in event.columns()
+        for c in chain.from_iterable(event.columns() for event in events)
         if not {np.ndarray, NoneType}.issuperset(map(type, c.values()))
     ]
     if not columns:

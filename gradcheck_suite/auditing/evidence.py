@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +17,8 @@ from gradcheck_suite.auditing.places import Loop, Place
 from gradcheck_suite.auditing.replay import (
     EARLIER,
     NEGLIGIBLE,
+    BackwardPass,
     Coefficients,
-    Seen,
     StepWindow,
     distinct,
 )
@@ -160,7 +161,7 @@ class WindowEvidence:
         """Whether the passes that may be put together come from one line, have one loss, and reach
         the same parameters.
         """
-        records = [record for j in self.composed for record in self.pass_of(j).records]
+        records = list(chain.from_iterable(self.pass_of(j).records for j in self.composed))
         losses = {tuple(term.expression for term in record.terms) for record in records}
         own = {*self.window.keys}
         reached = {frozenset(record.arrivals.keys() & own) for record in records}
@@ -197,7 +198,7 @@ class WindowEvidence:
         required[self.required] = True
         return self.reached & ~are_near(self.coefficients, self.mean, 1e-3) & required
 
-    def pass_of(self, column: int) -> Seen:
+    def pass_of(self, column: int) -> BackwardPass:
         """Return a pass."""
         return self.window.passes[self.indices[column]]
 

@@ -384,7 +384,12 @@ class Recorder:
                 call = None
                 if not torch.compiler.is_compiling():
                     with contextlib.suppress(Exception):  # nothing is raised into the program
-                        call = self._begin(kind, key, arguments[first:], by_itself=by_itself)
+                        call = self._begin(
+                            kind,
+                            key,
+                            arguments[first:],
+                            by_itself=by_itself,
+                        )
                 output = forward(*arguments)
                 if call is not None:
                     context = arguments[0] if first else None
@@ -645,7 +650,12 @@ class _Muted(Recorder):
     ) -> Call | None:
         if self._owner.is_muted:
             return None
-        return super()._begin(kind, key, arguments, by_itself=by_itself)
+        return super()._begin(
+            kind,
+            key,
+            arguments,
+            by_itself=by_itself,
+        )
 
 
 @contextlib.contextmanager

@@ -19,15 +19,15 @@ import torch
 from torch.utils import _pytree as pytree
 
 from gradcheck_suite.auditing.module_calls import (
-    How,
-    Replayed,
+    ReplayOptions,
+    ReplayResult,
     is_differentiable,
     leaves_of,
     quiet,
     replay,
 )
 from gradcheck_suite.auditing.program_state import unchanged
-from gradcheck_suite.auditing.recomputation import Part, add_gradients, exceeding, norm
+from gradcheck_suite.auditing.recomputation import RecordedCall, add_gradients, exceeding, norm
 
 if TYPE_CHECKING:
     from gradcheck_suite.bridge import Lowered
@@ -88,7 +88,7 @@ def _float64(value: Any) -> Any:
     )
 
 
-def kept_calls(parts: Sequence[Part]) -> list[Part] | str:
+def kept_calls(parts: Sequence[RecordedCall]) -> list[RecordedCall] | str:
     """Return copies of a window's calls, or why there are none: in float64, of the modules too,
     without autocast.
     """
@@ -118,11 +118,13 @@ def kept_calls(parts: Sequence[Part]) -> list[Part] | str:
                 False,
             ),  # it would cast float64 down
         )
-        kept.append(Part(wide, {i: _float64(g) for i, g in part.cotangents.items()}, part.index))
+        kept.append(
+            RecordedCall(wide, {i: _float64(g) for i, g in part.cotangents.items()}, part.index)
+        )
     return kept
 
 
-def ask_jax(calls: Sequence[Part]) -> JaxOpinion:
+def ask_jax(calls: Sequence[RecordedCall]) -> JaxOpinion:
     """Compare the gradients of calls by torch and by JAX, both in float64."""
     opinion = JaxOpinion(len(calls))
     began = time.perf_counter()
@@ -146,7 +148,7 @@ def ask_jax(calls: Sequence[Part]) -> JaxOpinion:
     return opinion
 
 
-def _compare(call: Part) -> str | None:
+def _compare(call: RecordedCall) -> str | None:
     """Return what differs, or None.
 
     Raises:
@@ -192,11 +194,13 @@ def _compare(call: Part) -> str | None:
     )
 
 
-def _by_torch(call: Part, seed: int | None) -> Replayed:
-    return replay(call.forward, call.forward.arguments, call.cotangents, How(seed=seed, scale=1.0))
+def _by_torch(call: RecordedCall, seed: int | None) -> ReplayResult:
+    return replay(
+        call.forward, call.forward.arguments, call.cotangents, ReplayOptions(seed=seed, scale=1.0)
+    )
 
 
-def _by_jax(call: Part, functions: frozenset[type]) -> tuple[dict[str, torch.Tensor], bool]:
+def _by_jax(call: RecordedCall, functions: frozenset[type]) -> tuple[dict[str, torch.Tensor], bool]:
     """Return the gradients by name, and whether the model asks for less than float64 inside.
 
     Args:
@@ -225,6 +229,11 @@ def _by_jax(call: Part, functions: frozenset[type]) -> tuple[dict[str, torch.Ten
         return torch.stack(products).sum()
 
     batch = {"arguments": call.forward.arguments, "gradients": call.cotangents}
-    lowered: Lowered = lower(model, loss, batch, own_backwards=functions)
+    lowered: Lowered = lower(
+        model,
+        loss,
+        batch,
+        own_backwards=functions,
+    )
     _, gradients, _ = lowered.value_and_gradient(*arguments_of(model, batch))
     return {name: torch.from_numpy(g.copy()) for name, g in gradients.items()}, bool(lowered.narrow)

@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -29,7 +29,7 @@ from gradcheck_suite.auditing.evidence import (
     evidence_of,
 )
 from gradcheck_suite.auditing.places import Loop, Place, lines_with
-from gradcheck_suite.auditing.replay import Replay, Seen, Source, StepWindow, near
+from gradcheck_suite.auditing.replay import BackwardPass, Replay, Source, StepWindow, near
 from gradcheck_suite.auditing.rules import Decided, E, Held, Need, Sighting, StepFault, decide
 from gradcheck_suite.auditing.step_rules import (
     OF_COPIES,
@@ -46,15 +46,15 @@ from gradcheck_suite.auditing.sums import (
     MOST_LEFT,
     RULES,
     TAIL,
-    used_of,
+    pass_coefficients,
     weigh_one,
 )
 from gradcheck_suite.auditing.vectors import size
 from gradcheck_suite.auditing.weighing import (
-    Pending,
     Repeated,
     United,
-    Weighed,
+    WeightVerdict,
+    WindowReadings,
     judge_weights,
     place_of_loss,
     read_joined,
@@ -234,9 +234,9 @@ class Judge:
         self._of_step: list[Violation] = []
         self._notes: Counter[Found] = Counter()
         self._unknown: Counter[Unknown] = Counter()
-        self._pending: defaultdict[int, list[Pending]] = defaultdict(list)
+        self._pending: defaultdict[int, list[WindowReadings]] = defaultdict(list)
         self._since: Counter[int] = Counter()
-        self._weighed: dict[int, Weighed] = {}
+        self._weighed: dict[int, WeightVerdict] = {}
 
     def take(self, row: Sequence[Event]) -> None:
         """Take the event of each rank.
@@ -391,7 +391,12 @@ class Judge:
             )
             self._united[key] = (
                 violation,
-                set().union(*(steps for rank in ranks for _, steps in repeated[rank][key])),
+                set().union(
+                    *(
+                        steps
+                        for _, steps in chain.from_iterable(repeated[rank][key] for rank in ranks)
+                    )
+                ),
             )
         notes = [judge.notes() for judge in of_ranks]
         unknown = [judge.unknown() for judge in of_ranks]
@@ -401,7 +406,7 @@ class Judge:
         for part, ranks in _ranks_of(unknown).items():
             limited = replace(part, reason=_on(ranks, of_ranks, part.reason))
             self._unknown[limited] = max(unknown[rank][part] for rank in ranks)
-        self.counted = [each for judge in of_ranks[:1] for each in judge.counted]
+        self.counted = list(chain.from_iterable(judge.counted for judge in of_ranks[:1]))
         self._mark_read(set.intersection(*(judge.weighed | judge.violated for judge in of_ranks)))
 
     def of_last_step(self) -> Violation | None:
@@ -409,7 +414,7 @@ class Judge:
         assert self.window is not None
         found = [
             *self._of_step,
-            *(v for w in self._weighed.values() for v in (*w.violations, *w.provisional)),
+            *chain.from_iterable((*w.violations, *w.provisional) for w in self._weighed.values()),
         ]
         return next((v for v in found if v.step == self.window.number), None)
 
@@ -422,8 +427,7 @@ class Judge:
         """The steps that are violated."""
         found = {
             v.step
-            for weighed in self._weighed.values()
-            for v in weighed.violations
+            for v in chain.from_iterable(weighed.violations for weighed in self._weighed.values())
             if v.step is not None
         }
         return self._violated | found
@@ -547,7 +551,13 @@ class Judge:
         if need in STEP_ALONE:
             self.skipped[window.number] = found
             return
-        part = Unknown(BOTH, str(window.where), found.sentence, found.remedy, name=found.name)
+        part = Unknown(
+            BOTH,
+            str(window.where),
+            found.sentence,
+            found.remedy,
+            name=found.name,
+        )
         self._unknown[part] += 1
         self.skipped[window.number] = part.found
 
@@ -588,7 +598,8 @@ class Judge:
         """
         window = evidence.window
         clocks = [evidence.record(column).clocks for column in evidence.required]
-        for what in set.intersection(*map(set, clocks)) if len(clocks) > 1 else ():
+        seen_by_all = set.intersection(*map(set, clocks)) if len(clocks) > 1 else set()
+        for what in seen_by_all:
             if all(one[what] != other[what] for one, other in pairwise(clocks)):
                 self._moving[what].append(window.number)
         line, unscaled = (
@@ -609,7 +620,7 @@ class Judge:
             keys = own.intersection(set().union(*(record.arrivals for record in seen.records)))
             by_site[str(seen.site)].append(keys)
         for site, reached in by_site.items():
-            times = Counter(key for keys in reached for key in keys)
+            times = Counter(chain.from_iterable(reached))
             if some := [key for key, number in times.items() if number < len(reached)]:
                 said = (
                     f"{counted(len(some), 'parameter')} of the optimizer got a gradient in"
@@ -645,7 +656,7 @@ class Judge:
         if window.local and not window.step.wrapped and not some_reduced:
             self.ranks_train_apart = True
             return None
-        coefficients = used_of(window)
+        coefficients = pass_coefficients(window)
         decided = decide(
             RULES,
             replace(
@@ -695,7 +706,7 @@ class Judge:
                 self._pending[window.optimizer].append(first)
 
     def _violate_sum(self, window: StepWindow, held: Held[WindowEvidence]) -> None:
-        records = [record for seen in window.passes.values() for record in seen.records]
+        records = list(chain.from_iterable(seen.records for seen in window.passes.values()))
         reached = set[int]().union(*(record.arrivals for record in records))
         if held.rule.name == ALL_RESET.name and reached - {*window.keys}:
             # an optimizer of the other parameters may step on them yet
@@ -764,7 +775,7 @@ class Judge:
         for step in steps:
             self._read_before[step] = 1
 
-    def _pending_of(self, window: StepWindow, used: Mapping[Source, float]) -> Pending:
+    def _pending_of(self, window: StepWindow, used: Mapping[Source, float]) -> WindowReadings:
         # what a GradScaler takes out again, before the step or inside of it, is no part of the
         # weights
         scale = window.step.scale or 1.0
@@ -776,9 +787,14 @@ class Judge:
         read_joined(window.passes, used)
         scaled = [{source: c * f / scale for source, c in used.items()} for f in factors]
         readings = [reading_weights.read(window.passes, one, tasks, window.error) for one in scaled]
-        return Pending(window, used, readings, factors[0])
+        return WindowReadings(
+            window,
+            used,
+            readings,
+            factors[0],
+        )
 
-    def _is_sum(self, made: Sequence[Pending]) -> bool:
+    def _is_sum(self, made: Sequence[WindowReadings]) -> bool:
         """Return whether gradients that are put together by hand are sums over the micro-batches of
         a window.
 
@@ -840,7 +856,7 @@ class Judge:
         if made and optimizer not in self._composed and not self._is_sum(made):
             self._composed.add(optimizer)
         is_composed = bool(made) and optimizer in self._composed
-        judged = list[Pending]()
+        judged = list[WindowReadings]()
         for one in pending:
             judged += (one.kept if is_composed else ()) or (one,)
         weighed = self._weighed[optimizer] = judge_weights(
@@ -860,7 +876,9 @@ class Judge:
             self._let_go(optimizer, weighed)
         _unite(weighed.united, weighed.violations)
 
-    def _judge_made(self, made: Sequence[Pending], weighed: Weighed, *, is_composed: bool) -> None:
+    def _judge_made(
+        self, made: Sequence[WindowReadings], weighed: WeightVerdict, *, is_composed: bool
+    ) -> None:
         """Judge whether gradients that the program puts together lack the same passes each time, and
         note that they are put together.
         """
@@ -874,7 +892,7 @@ class Judge:
             self._by_hand |= places
             weighed.notes[finding("composed-gradient", COMPOSED, made[0].window.where)] += len(made)
 
-    def _let_go(self, optimizer: int, weighed: Weighed) -> None:
+    def _let_go(self, optimizer: int, weighed: WeightVerdict) -> None:
         """Let go of windows that have been judged: the first ones of a run and the last ones say
         most about it.
         """
@@ -965,7 +983,7 @@ class Judge:
         """Note gradients that were taken away before the step, as those of a layer that is frozen
         for a while.
         """
-        steps = Counter(key for keys in self._removed[optimizer] for key in keys)
+        steps = Counter(chain.from_iterable(self._removed[optimizer]))
         for number in sorted({*steps.values()}):
             names = self._names([key for key, times in steps.items() if times == number])
             said = (
@@ -978,7 +996,7 @@ class Judge:
         """Return the names of a few parameters, and how many more there are."""
         return listed([str(self._name_of(key)) for key in keys])
 
-    def _is_of_steps(self, optimizer: int, seen: Seen) -> bool:
+    def _is_of_steps(self, optimizer: int, seen: BackwardPass) -> bool:
         """Return whether the optimizer has stepped on passes of that place, or of its line in a
         loop as deep.
         """
@@ -1013,4 +1031,12 @@ class Judge:
                 window = replace(last, passes=left)
                 lost = Sighting({"lost": counted(len(left), "micro-batch")})
                 violation = violation_of(TAIL.fault(lost), window, window.where)
-                self.add(replace(violation, window=None, found_after=None, step=None, stepped=None))
+                self.add(
+                    replace(
+                        violation,
+                        window=None,
+                        found_after=None,
+                        step=None,
+                        stepped=None,
+                    )
+                )

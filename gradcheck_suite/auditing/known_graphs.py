@@ -52,7 +52,12 @@ class Made:
         trained = [p for p in parameters if p is not None and p.requires_grad]
         has_hooks = any(map(_has_hooks, trained))
         first = _first_parameter(nodes[0]) if nodes else None
-        return Made(max(numbers, default=UNKNOWN), len(trained), has_hooks, first)
+        return Made(
+            max(numbers, default=UNKNOWN),
+            len(trained),
+            has_hooks,
+            first,
+        )
 
 
 def _first_parameter(node: Any) -> torch.Tensor | None:

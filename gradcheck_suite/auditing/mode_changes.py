@@ -62,7 +62,12 @@ class ModeChanges:
         """Note a call whose module is known; arguments as for `ran`."""
         if id(module) not in self._depends:
             self._depends[id(module)] = depends_on_mode(module)
-        self.ran(place, id(module), training=training, step=step)
+        self.ran(
+            place,
+            id(module),
+            training=training,
+            step=step,
+        )
 
     def ran(self, place: Place, module: int, *, training: bool, step: int) -> None:
         """Note a call.

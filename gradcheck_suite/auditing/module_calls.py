@@ -31,7 +31,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from gradcheck_suite.auditing.modes import Apart, AsBefore, is_of_rows
-from gradcheck_suite.auditing.places import here
+from gradcheck_suite.auditing.places import current_place
 from gradcheck_suite.auditing.program_state import (
     NotRecomputed,
     ProgramState,
@@ -41,9 +41,9 @@ from gradcheck_suite.auditing.program_state import (
 from gradcheck_suite.auditing.repeated_calls import RepeatedCalls, may_be_repeated
 from gradcheck_suite.auditing.samples import (
     OWN,
+    BatchedSampler,
     Fingerprint,
     Raw,
-    Together,
     fingerprint,
     has_values,
     is_same,
@@ -236,7 +236,15 @@ class ModuleCall:
             arguments = [_copy_of(value) for value in self.given]
         if self.kept.parameters and point != self.point:
             parameters = _copies(self.module.parameters())
-        self.at_backward.append(AtBackward(inputs, point, steps, arguments, parameters))
+        self.at_backward.append(
+            AtBackward(
+                inputs,
+                point,
+                steps,
+                arguments,
+                parameters,
+            )
+        )
 
 
 def _copy_of(value: Any) -> Any:
@@ -263,7 +271,7 @@ def point_of(module: torch.nn.Module) -> Point:
     # a sparse or nested parameter has no address of its own
     parameters = list(module.parameters())
     versions = tuple(0 if p.is_inference() else p._version for p in parameters)
-    return versions, tuple(Together().marks(parameters))
+    return versions, tuple(BatchedSampler().marks(parameters))
 
 
 def _autocast(module: torch.nn.Module) -> tuple[str, torch.dtype, bool]:
@@ -529,7 +537,7 @@ class ModuleCalls:
             ],
         )
         if any(not p.is_leaf for p in module.parameters()):
-            forward.refusal = LENT.format(here().line)
+            forward.refusal = LENT.format(current_place().line)
         seen = set[int]()
         if (once := (id(module), module.training)) not in self._looked_at:
             self._looked_at.add(once)
@@ -579,7 +587,8 @@ def leaves_of(output: Any) -> list[Any]:
     Those of an object, such as a distribution, are its attributes'.
     """
     found: list[Any] = []
-    for leaf in output if isinstance(output, list) else pytree.tree_leaves(output):
+    leaves = output if isinstance(output, list) else pytree.tree_leaves(output)
+    for leaf in leaves:
         has_attributes = hasattr(leaf, "__dict__") and not isinstance(
             leaf, torch.Tensor | torch.nn.Module | type
         )
@@ -615,7 +624,7 @@ Gradients = dict[int, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class How:
+class ReplayOptions:
     """How calls are computed again.
 
     Attributes:
@@ -654,7 +663,7 @@ class How:
 
 
 @dataclass
-class Replayed:
+class ReplayResult:
     """What calls gave when they were computed again.
 
     Attributes:
@@ -719,8 +728,9 @@ class Injected:
 
 def _injected(outputs: Sequence[torch.Tensor]) -> Iterator[Injected]:
     """Yield the losses that custom functions take, with a hook that sees what they receive."""
-    for node in ancestors(outputs):
-        for below, index in live(node) if hasattr(node, "_forward_cls") else ():
+    of_functions = (node for node in ancestors(outputs) if hasattr(node, "_forward_cls"))
+    for node in of_functions:
+        for below, index in live(node):
             if elements(below, index) == 1 and not is_leaf(below):
                 one = Injected(*factors_below(below))
                 below.register_prehook(functools.partial(_receive, one, index))
@@ -916,7 +926,7 @@ def _watched_hooks(lines: list[str], *, unhooked: bool) -> Iterator[None]:
     plain = torch.Tensor.register_hook
 
     def register(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
-        lines.append(here().line)
+        lines.append(current_place().line)
         return RemovableHandle(OrderedDict()) if unhooked else plain(tensor, hook)
 
     with mock.patch.object(torch.Tensor, "register_hook", register):
@@ -938,8 +948,11 @@ def has_room(module: torch.nn.Module) -> bool:
 
 
 def replay(
-    forward: ModuleCall, arguments: list[Any], cotangents: dict[int, torch.Tensor], how: How
-) -> Replayed:
+    forward: ModuleCall,
+    arguments: list[Any],
+    cotangents: dict[int, torch.Tensor],
+    how: ReplayOptions,
+) -> ReplayResult:
     """Compute a call again, and the gradients of the parameters.
 
     Args:
@@ -987,7 +1000,7 @@ def replay(
             _watched_hooks(hooked, unhooked=how.unhooked),
         ):
             module(*positional, **keywords)
-        result = Replayed(
+        result = ReplayResult(
             random=len(watched.states[True]) > 1,
             marks=watched.marks,
             checkpoints=seen,
@@ -1071,7 +1084,7 @@ class _Watched:
 def _values(
     arguments: Sequence[Any],
     needs_gradient: Sequence[bool],
-    how: How,
+    how: ReplayOptions,
     generator: torch.Generator | None,
     unit: torch.dtype | None,
 ) -> list[Any]:
@@ -1105,7 +1118,7 @@ class _Replacements:
     arguments: list[Any]
 
     @staticmethod
-    def of(forward: ModuleCall, arguments: list[Any], how: How) -> _Replacements:
+    def of(forward: ModuleCall, arguments: list[Any], how: ReplayOptions) -> _Replacements:
         """Make them, from what was kept of the call where that was."""
         module = forward.module
         kept = {**forward.kept.parameters, **forward.kept.buffers}
@@ -1128,7 +1141,12 @@ class _Replacements:
         if not how.own_parameters:
             tensors.update((id(p), leaf) for p, leaf in zip(real, leaves, strict=True))
         values = _values(arguments, forward.needs_gradient, how, generator, unit)
-        return _Replacements(real, leaves, tensors, values)
+        return _Replacements(
+            real,
+            leaves,
+            tensors,
+            values,
+        )
 
     def write(self, at_backward: Sequence[AtBackward]) -> None:
         """Write what the program had written between the call and its backward."""
@@ -1142,11 +1160,11 @@ class _Replacements:
 
 
 def _differentiate(
-    result: Replayed,
+    result: ReplayResult,
     outputs: Sequence[torch.Tensor],
     cotangents: Mapping[int, torch.Tensor],
     made: _Replacements,
-    how: How,
+    how: ReplayOptions,
 ) -> None:
     """Compute the gradients of a call's parameters from those of its outputs."""
 
@@ -1163,7 +1181,12 @@ def _differentiate(
         for index, given in zip(cotangents, scaled, strict=True):
             outputs[index].register_hook(functools.partial(receive, index, given))
         scaled = [torch.zeros_like(given) for given in scaled]
-    gradients = torch.autograd.grad(found, made.leaves, scaled, allow_unused=True)
+    gradients = torch.autograd.grad(
+        found,
+        made.leaves,
+        scaled,
+        allow_unused=True,
+    )
     # a product, since rows that are compressed cannot be divided; the scale is a power of two
     both = zip(made.real, gradients, strict=True)
     result.gradients = {id(p): g * (1 / how.scale) for p, g in both if g is not None}

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from gradcheck_suite.auditing.places import living
-from gradcheck_suite.auditing.samples import Together
+from gradcheck_suite.auditing.places import live_instances
+from gradcheck_suite.auditing.samples import BatchedSampler
 
 Points = dict[int, int]
 """Key of a parameter -> a checksum of its values, or its version where they lie on a device."""
@@ -24,7 +24,7 @@ class ParameterPoints:
 
     def __init__(self) -> None:
         self.has_versions_alone = False
-        self._values_of = Together()
+        self._values_of = BatchedSampler()
         self._last: Points = {}
         self._step = 0
         self._moved: set[int] = set()
@@ -64,6 +64,6 @@ def _renormed_weights() -> set[int]:
     """Return the ids of weights that their own forward writes: those of embeddings with a
     `max_norm`.
     """
-    modules = living(torch.nn.Embedding, torch.nn.EmbeddingBag)
+    modules = live_instances(torch.nn.Embedding, torch.nn.EmbeddingBag)
     bounded = [one for one in modules if one.__dict__.get("max_norm") is not None]
     return {id(one.__dict__["_parameters"].get("weight")) for one in bounded}

@@ -79,7 +79,7 @@ def _relative(filename: str) -> str:
 MOST_FRAMES = 6
 
 
-def here() -> Place:
+def current_place() -> Place:
     """Return the place in the user's program that runs."""
     frame: FrameType | None = sys._getframe(1)
     line = ""
@@ -153,13 +153,11 @@ def loop_here() -> Loop | None:
                 found.append(frame.f_lasti)  # called once more, from another line
             elif around:
                 *around, innermost = around
-                if any(name in innermost for names in around for name in names):
+                if any(name in innermost for name in chain.from_iterable(around)):
                     return None  # as with `_`: what the outer loop has bound is overwritten
                 found = []
             if found is not None:
-                found += (
-                    _bound(frame, [name for names in around for name in names]) if around else ()
-                )
+                found += _bound(frame, list(chain.from_iterable(around))) if around else ()
         frame = frame.f_back
     return None if found is None else tuple(found)
 
@@ -205,8 +203,7 @@ def is_tried(place: Place) -> bool:
         loops = (loop for loop in ast.walk(_tree(file)) if isinstance(loop, ast.For | ast.While))
         tried = (
             one
-            for loop in loops
-            for one in ast.walk(loop)
+            for one in chain.from_iterable(ast.walk(loop) for loop in loops)
             if isinstance(one, ast.Try) and one.handlers
         )
         if any(one.lineno <= int(number) < one.handlers[0].lineno for one in tried):
@@ -229,7 +226,7 @@ def is_conditional(line: str) -> bool:
     as all of a program under `if __name__ == "__main__":` does.
     """
     at = _under_condition(line)
-    return any(not hasattr(one, "body") for suite in at.suites for one in suite if at.is_in(one))
+    return any(not hasattr(one, "body") for one in chain.from_iterable(at.suites) if at.is_in(one))
 
 
 def is_skipped(line: str) -> bool:
@@ -242,7 +239,7 @@ def is_skipped(line: str) -> bool:
 def _is_followed_by(line: str, wanted: type[ast.stmt] | types.UnionType) -> bool:
     at = _under_condition(line)
     return any(
-        one.lineno > at.number and isinstance(one, wanted) for suite in at.suites for one in suite
+        one.lineno > at.number and isinstance(one, wanted) for one in chain.from_iterable(at.suites)
     )
 
 
@@ -499,7 +496,7 @@ def _subclasses(kind: type) -> set[type]:
     return {kind}.union(*map(_subclasses, children))
 
 
-def living(*kinds: type) -> list[Any]:
+def live_instances(*kinds: type) -> list[Any]:
     """Return every object of some classes that the garbage collector knows.
 
     Lazy proxies are not touched.

@@ -18,6 +18,7 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,12 @@ class RandomState:
         """Return the present states."""
         used = torch.cuda.is_available() and torch.cuda.is_initialized()
         devices = tuple(torch.cuda.get_rng_state_all()) if used else ()
-        return RandomState(torch.get_rng_state(), devices, np.random.get_state(), random.getstate())
+        return RandomState(
+            torch.get_rng_state(),
+            devices,
+            np.random.get_state(),
+            random.getstate(),
+        )
 
     def set(self) -> None:
         """Set the generators to these states."""
@@ -153,10 +159,13 @@ class ProgramState:
         self.undo = Undo()
         self._parts = {id(part) for part in parts}
         self._own = {
-            id(t) for part in parts for t in (*part._parameters.values(), *part._buffers.values())
+            id(t)
+            for t in chain.from_iterable(
+                (*part._parameters.values(), *part._buffers.values()) for part in parts
+            )
         }
         self._seen: set[tuple[int, bool]] = set()
-        parameters = [p for part in parts for p in part._parameters.values()]
+        parameters = list(chain.from_iterable(part._parameters.values() for part in parts))
         for kind in {*kinds, *map(type, parameters)}:
             self._walk_class(kind)
         for part in parts:
@@ -337,7 +346,13 @@ class ProgramState:
         elif value.layout == torch.strided:
             # the version too: the program's own backward raises if a saved tensor has another one
             version = None if value.is_inference() else value._version
-            self.undo.callback(_set_tensor, value, value.data, value.data.clone(), version)
+            self.undo.callback(
+                _set_tensor,
+                value,
+                value.data,
+                value.data.clone(),
+                version,
+            )
 
 
 def _is_users_class(kind: type) -> bool:

@@ -25,7 +25,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import chain, groupby
 from operator import attrgetter
 from typing import Any, NoReturn
 
@@ -48,16 +48,16 @@ from gradcheck_suite.auditing.module_calls import (
     PARAMETERS,
     STATE,
     Gradients,
-    How,
     ModuleCall,
-    Replayed,
+    ReplayOptions,
+    ReplayResult,
     backward_hooks,
     point_of,
     quiet,
     replay,
 )
 from gradcheck_suite.auditing.program_state import NotRecomputed
-from gradcheck_suite.auditing.recorder import Running
+from gradcheck_suite.auditing.recorder import ActivePass
 from gradcheck_suite.auditing.samples import Fingerprint, is_same, read, sample
 from gradcheck_suite.auditing.vectors import ELEMENTS, PROJECTIONS, Vector, distance, size
 from gradcheck_suite.core.comparison import (
@@ -111,7 +111,7 @@ NOT_REPRODUCIBLE = "not-reproducible"
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class RecordedCall:
     """One recorded call with what came back in one backward pass.
 
     Attributes:
@@ -128,8 +128,8 @@ class Part:
 
 
 def parts_of(
-    passes: Sequence[Running], weights: Sequence[float], unseen: str = UNSEEN
-) -> list[Part]:
+    passes: Sequence[ActivePass], weights: Sequence[float], unseen: str = UNSEEN
+) -> list[RecordedCall]:
     """Return the recorded calls of a window.
 
     Args:
@@ -151,7 +151,14 @@ def parts_of(
                 raise NotRecomputed(forward.refusal)
             if forward.changed:
                 raise _input_changed([forward])
-            parts.append(Part(forward, dict(received), index, weight))
+            parts.append(
+                RecordedCall(
+                    forward,
+                    dict(received),
+                    index,
+                    weight,
+                )
+            )
     return parts
 
 
@@ -163,7 +170,7 @@ def _input_changed(forwards: Sequence[ModuleCall]) -> NotKept:
     )
 
 
-def from_outside(part: Part, *, hooks: bool = False) -> Part:
+def from_outside(part: RecordedCall, *, hooks: bool = False) -> RecordedCall:
     """Return a call with what its outputs received from outside of the module.
 
     Of several outputs one is often computed from another, as logits from features and a loss from
@@ -179,7 +186,7 @@ def from_outside(part: Part, *, hooks: bool = False) -> Part:
         part.forward,
         part.forward.arguments,
         part.cotangents,
-        How(hooks=hooks, scale=1.0, received=True),
+        ReplayOptions(hooks=hooks, scale=1.0, received=True),
     )
     own = {i: g - found.inside[i] if i in found.inside else g for i, g in part.cotangents.items()}
     return replace(part, cotangents={i: g for i, g in own.items() if g.any()} or own)
@@ -218,7 +225,7 @@ def add_gradients(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass
-class Total:
+class AccumulatedGradient:
     """A window's gradient, computed again.
 
     Attributes:
@@ -236,7 +243,7 @@ class Total:
     dtype: str | None = None
     functions: frozenset[type] = frozenset()
 
-    def add(self, found: Replayed, weight: float) -> None:
+    def add(self, found: ReplayResult, weight: float) -> None:
         """Add a contribution."""
         self.terms += 1
         self.functions |= found.functions
@@ -248,9 +255,11 @@ class Total:
             self.sizes[key] = self.sizes.get(key, 0.0) + norm(scaled)
 
 
-def by_micro_batch(parts: Sequence[Part], how: How) -> tuple[Total, list[Replayed]]:
+def by_micro_batch(
+    parts: Sequence[RecordedCall], how: ReplayOptions
+) -> tuple[AccumulatedGradient, list[ReplayResult]]:
     """Compute each call again and return the weighted sum of the gradients."""
-    total = Total()
+    total = AccumulatedGradient()
     replayed = []
     if len({part.index for part in parts}) < len(parts):
         # under autocast, the calls of one pass share a cast parameter, and their gradients are
@@ -280,7 +289,7 @@ class Batch:
     rows: list[int]
 
 
-def _concatenated(parts: Sequence[Part]) -> Batch | None:
+def _concatenated(parts: Sequence[RecordedCall]) -> Batch | None:
     """Return all calls as one batch, None where they do not fit."""
     if not _are_alike(parts):
         return None
@@ -305,7 +314,7 @@ def _concatenated(parts: Sequence[Part]) -> Batch | None:
     return Batch(arguments, cotangents, rows)
 
 
-def _are_alike(parts: Sequence[Part]) -> bool:
+def _are_alike(parts: Sequence[RecordedCall]) -> bool:
     """Return whether all calls are of one module in one way, one in each pass, without a number as
     an output.
     """
@@ -342,14 +351,15 @@ def _fits(column: Sequence[torch.Tensor], rows: Sequence[int]) -> bool:
     )
 
 
-def _low_precision(parts: Sequence[Part]) -> bool:
+def _low_precision(parts: Sequence[RecordedCall]) -> bool:
     low = any(p.forward.autocast[2] for p in parts)
     return low or any(
-        dtype_of(g) not in ("float32", "float64") for p in parts for g in p.cotangents.values()
+        dtype_of(g) not in ("float32", "float64")
+        for g in chain.from_iterable(p.cotangents.values() for p in parts)
     )
 
 
-def in_one_batch(parts: Sequence[Part]) -> Total | None:
+def in_one_batch(parts: Sequence[RecordedCall]) -> AccumulatedGradient | None:
     """Return the window's gradient from one call, or None where there is none that is equal to the
     calls.
 
@@ -359,7 +369,9 @@ def in_one_batch(parts: Sequence[Part]) -> Total | None:
     if concatenated is None:
         return None
     try:
-        found = replay(parts[0].forward, concatenated.arguments, concatenated.cotangents, How())
+        found = replay(
+            parts[0].forward, concatenated.arguments, concatenated.cotangents, ReplayOptions()
+        )
     except Exception:
         return None  # the model takes no batch of this size
     # whether hooks on tensors and checkpoints change the gradient is asked of the calls as they were
@@ -367,13 +379,13 @@ def in_one_batch(parts: Sequence[Part]) -> Total | None:
         return None
     if not _same_outputs(parts, found, concatenated.rows):
         return None
-    total = Total()
+    total = AccumulatedGradient()
     total.add(found, 1.0)
     total.terms = sum(concatenated.rows)
     return total
 
 
-def _same_outputs(parts: Sequence[Part], found: Replayed, rows: Sequence[int]) -> bool:
+def _same_outputs(parts: Sequence[RecordedCall], found: ReplayResult, rows: Sequence[int]) -> bool:
     """Whether the rows of one batch's outputs are those of the calls: the model is separable over
     samples.
     """
@@ -411,7 +423,7 @@ def _is_other(recorded: Any, output: torch.Tensor) -> bool:
     return not _distance(recorded, output) <= ONE_BATCH_OUTPUTS * UNIT_ROUNDOFF[dtype_of(output)]
 
 
-def _coarsest(part: Part, outputs: Sequence[torch.Tensor]) -> str:
+def _coarsest(part: RecordedCall, outputs: Sequence[torch.Tensor]) -> str:
     """Return the coarsest dtype in which a call may have computed its outputs."""
     dtypes = [dtype_of(one) for one in (*outputs, *part.forward.module.parameters())]
     if part.forward.autocast[2]:
@@ -419,7 +431,7 @@ def _coarsest(part: Part, outputs: Sequence[torch.Tensor]) -> str:
     return max((one for one in dtypes if one in UNIT_ROUNDOFF), key=UNIT_ROUNDOFF.__getitem__)
 
 
-def _lost_by(part: Part, found: Replayed) -> float:
+def _lost_by(part: RecordedCall, found: ReplayResult) -> float:
     """Return by how much a call's outputs differ from those that it gave; 0 for no more than
     rounding explains.
 
@@ -436,14 +448,17 @@ def _lost_by(part: Part, found: Replayed) -> float:
     if not over:
         return 0.0
     # where the same call gives something else each time, rounding is not what would be measured
-    how = How(forward_only=True)
+    how = ReplayOptions(forward_only=True)
     twice = replay(part.forward, part.forward.arguments, part.cotangents, how)
     if any(_distance(sample(found.outputs[i], whole=True), twice.outputs[i]) > quick for i in over):
         return max(off[i] for i in over)
     squares = dict.fromkeys(over, 0.0)
     for seed in range(OUTPUT_DRAWS):
         moved = replay(
-            part.forward, part.forward.arguments, part.cotangents, How(seed=seed, forward_only=True)
+            part.forward,
+            part.forward.arguments,
+            part.cotangents,
+            ReplayOptions(seed=seed, forward_only=True),
         )
         for i in over:
             squares[i] += _distance(sample(found.outputs[i], whole=True), moved.outputs[i]) ** 2
@@ -471,7 +486,10 @@ class Difference:
 
 
 def compare(
-    observed: Mapping[int, torch.Tensor], total: Total, factor: float, draws: Callable[[int], Total]
+    observed: Mapping[int, torch.Tensor],
+    total: AccumulatedGradient,
+    factor: float,
+    draws: Callable[[int], AccumulatedGradient],
 ) -> Difference:
     """Compare `.grad` with a factor times the window's gradient.
 
@@ -499,7 +517,13 @@ def compare(
     }
     # a gradient that is not finite is compared with nothing
     finite = {key: value for key, value in off.items() if not math.isnan(value)}
-    ratios = exceeding(finite, allowed, total.gradients, lambda seed: draws(seed).gradients, factor)
+    ratios = exceeding(
+        finite,
+        allowed,
+        total.gradients,
+        lambda seed: draws(seed).gradients,
+        factor,
+    )
     error = math.hypot(*off.values()) / size if size else 0.0
     worst = max(ratios, key=ratios.__getitem__, default=None)
     return Difference(error, worst, ratios[worst] if worst is not None else 0.0)
@@ -631,7 +655,7 @@ NOT_CALLED = (
 
 
 @dataclass
-class Recomputed:
+class RecomputeResult:
     """What computing a window again showed.
 
     Attributes:
@@ -663,7 +687,7 @@ class Recomputed:
     keep: str | None = None
     doubt: str = ""
     covered: tuple[int, int] = (0, 0)
-    parts: Sequence[Part] = ()
+    parts: Sequence[RecordedCall] = ()
 
 
 @dataclass(frozen=True)
@@ -683,7 +707,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Asked:
+class RecomputeRequest:
     """A window that is to be computed again.
 
     Attributes:
@@ -697,7 +721,7 @@ class Asked:
         turn: the one pass that is enough where it shows nothing; None where all are asked for.
     """
 
-    passes: Sequence[Running]
+    passes: Sequence[ActivePass]
     weights: Sequence[float]
     factor: float
     observed: Gradients
@@ -709,7 +733,7 @@ class Asked:
     @property
     def outside(self) -> set[int]:
         """The ids of the parameters that get a gradient from outside of the recorded calls, too."""
-        return {id(leaf) for one in self.passes for leaf in one.outside.leaves}
+        return {id(leaf) for leaf in chain.from_iterable(one.outside.leaves for one in self.passes)}
 
     @property
     def compared(self) -> Gradients:
@@ -753,12 +777,12 @@ def turn_of(
     return Turn(index, own, sizes)
 
 
-def recompute(asked: Asked) -> Recomputed:
+def recompute(asked: RecomputeRequest) -> RecomputeResult:
     """Compute a window again, and say what that shows.
 
     An exception of the program's own modules is a note.
     """
-    result = Recomputed()
+    result = RecomputeResult()
     try:
         _compute(asked, result)
     except NotRecomputed as reason:
@@ -769,22 +793,22 @@ def recompute(asked: Asked) -> Recomputed:
     return result
 
 
-def _refused(reason: NotRecomputed) -> Recomputed:
+def _refused(reason: NotRecomputed) -> RecomputeResult:
     sentence = f"a window was not computed again: {reason}"
     if isinstance(reason, Unexplained):
-        return Recomputed(notes=[finding(UNEXPLAINED, str(reason))], reason=UNEXPLAINED)
+        return RecomputeResult(notes=[finding(UNEXPLAINED, str(reason))], reason=UNEXPLAINED)
     if isinstance(reason, NotReproducible):
-        return Recomputed(notes=[finding(NOT_REPRODUCIBLE, sentence)], reason=NOT_REPRODUCIBLE)
+        return RecomputeResult(notes=[finding(NOT_REPRODUCIBLE, sentence)], reason=NOT_REPRODUCIBLE)
     if isinstance(reason, NotKept):
         doubt = str(reason) if reason.may_be_wrong else ""
         note = finding("not-recomputed", sentence)
-        return Recomputed(notes=[note], keep=reason.what, doubt=doubt)
-    return Recomputed(notes=[finding("not-recomputed", sentence)])
+        return RecomputeResult(notes=[note], keep=reason.what, doubt=doubt)
+    return RecomputeResult(notes=[finding("not-recomputed", sentence)])
 
 
 def _computed(
-    asked: Asked, parts: Sequence[Part], how: How
-) -> tuple[Difference, Total, list[Replayed]]:
+    asked: RecomputeRequest, parts: Sequence[RecordedCall], how: ReplayOptions
+) -> tuple[Difference, AccumulatedGradient, list[ReplayResult]]:
     """Return how `.grad` differs from the window that is computed again micro-batch by micro-batch."""
     total, replayed = by_micro_batch(parts, how)
     found = compare(
@@ -796,11 +820,13 @@ def _computed(
     return found, total, replayed
 
 
-def _common_modes(parts: Sequence[Part], passes: Sequence[Running]) -> dict[Part, tuple[bool, ...]]:
+def _common_modes(
+    parts: Sequence[RecordedCall], passes: Sequence[ActivePass]
+) -> dict[RecordedCall, tuple[bool, ...]]:
     """Return the parts that ran in another mode than the same call of most passes, with the mode of
     those.
     """
-    calls: dict[tuple[Any, int, int, int], list[Part]] = {}
+    calls: dict[tuple[Any, int, int, int], list[RecordedCall]] = {}
     for index, group in groupby(parts, attrgetter("index")):
         members = list(group)
         place = passes[index].record.place
@@ -816,7 +842,7 @@ def _common_modes(parts: Sequence[Part], passes: Sequence[Running]) -> dict[Part
     return found
 
 
-def _compute(asked: Asked, result: Recomputed) -> None:
+def _compute(asked: RecomputeRequest, result: RecomputeResult) -> None:
     received = parts_of(asked.passes, asked.weights, asked.unseen(asked.observed))
     modes = _common_modes(received, asked.passes)
     if asked.turn is not None and not modes and _holds_in_turn(asked, asked.turn, received, result):
@@ -825,7 +851,7 @@ def _compute(asked: Asked, result: Recomputed) -> None:
     modes = {parts[received.index(part)]: mode for part, mode in modes.items()}
     if not modes and _is_that_of_one_batch(asked, parts, result):
         return
-    difference, total, replayed = _computed(asked, parts, How())
+    difference, total, replayed = _computed(asked, parts, ReplayOptions())
     _expect_comparable(asked, total)
     if dtype := _stale_casts(parts, replayed):
         result.how = BY_MICRO_BATCH
@@ -859,13 +885,16 @@ def _compute(asked: Asked, result: Recomputed) -> None:
 
 
 def _note_tensor_hooks(
-    asked: Asked, parts: Sequence[Part], replayed: Sequence[Replayed], result: Recomputed
+    asked: RecomputeRequest,
+    parts: Sequence[RecordedCall],
+    replayed: Sequence[ReplayResult],
+    result: RecomputeResult,
 ) -> None:
     """Note hooks that the forward sets on tensors, and that change the gradient."""
     lines = sorted(set[str]().union(*(found.hooked for found in replayed)))
     if not lines:
         return
-    without, _, _ = _computed(asked, parts, How(unhooked=True))
+    without, _, _ = _computed(asked, parts, ReplayOptions(unhooked=True))
     if without.worst is not None:
         where = ", ".join(lines[:MOST_LINES])
         said = (
@@ -875,23 +904,25 @@ def _note_tensor_hooks(
         result.notes.append(finding("hook-factor", said))
 
 
-def _judge_checkpoints(asked: Asked, parts: Sequence[Part], result: Recomputed) -> None:
+def _judge_checkpoints(
+    asked: RecomputeRequest, parts: Sequence[RecordedCall], result: RecomputeResult
+) -> None:
     """Ask whether checkpoints compute again what the forward has computed.
 
     With them the gradient is that of the program. Without them it is that of what the forward has
     computed: no random number is drawn twice, and no state is read twice.
     """
-    opened, _, replayed = _computed(asked, parts, How(opened=True))
+    opened, _, replayed = _computed(asked, parts, ReplayOptions(opened=True))
     if opened.worst is not None and not any(map(_lost_by, parts, replayed)):
         _blame("wrong-backward", SENTENCES["other again"], opened, result)
 
 
 def _judge_draws(
-    asked: Asked,
-    parts: Sequence[Part],
-    replayed: Sequence[Replayed],
+    asked: RecomputeRequest,
+    parts: Sequence[RecordedCall],
+    replayed: Sequence[ReplayResult],
     difference: Difference,
-    result: Recomputed,
+    result: RecomputeResult,
 ) -> None:
     """Judge what a checkpoint draws, or computes, again inside of the backward."""
     own = [found for found in replayed if not found.functions]  # those draw on purpose
@@ -901,7 +932,7 @@ def _judge_draws(
     modules = [found.redrawn_of_python for found in own if found.redrawn_of_python]
     if modules:
         # what is called again may draw nothing
-        as_drawn, _, _ = _computed(asked, parts, How(as_drawn=True))
+        as_drawn, _, _ = _computed(asked, parts, ReplayOptions(as_drawn=True))
         if as_drawn.worst is not None:
             sentence = SENTENCES["redrawn of python"].format(module=modules[0])
             _blame("wrong-backward", sentence, as_drawn, result)
@@ -909,7 +940,9 @@ def _judge_draws(
         _judge_checkpoints(asked, parts, result)
 
 
-def _is_that_of_one_batch(asked: Asked, parts: Sequence[Part], result: Recomputed) -> bool:
+def _is_that_of_one_batch(
+    asked: RecomputeRequest, parts: Sequence[RecordedCall], result: RecomputeResult
+) -> bool:
     """Compute all calls in one batch, and return whether that says all there is to be said."""
     whole = in_one_batch(parts)
     if whole is None or whole.gradients.keys().isdisjoint(asked.compared):
@@ -925,7 +958,10 @@ def _is_that_of_one_batch(asked: Asked, parts: Sequence[Part], result: Recompute
 
 
 def _judge_modes(
-    asked: Asked, parts: Sequence[Part], modes: Mapping[Part, tuple[bool, ...]], result: Recomputed
+    asked: RecomputeRequest,
+    parts: Sequence[RecordedCall],
+    modes: Mapping[RecordedCall, tuple[bool, ...]],
+    result: RecomputeResult,
 ) -> None:
     """Ask whether the window has another gradient where all its calls are in one mode.
 
@@ -938,13 +974,15 @@ def _judge_modes(
     alike = [
         replace(p, forward=replace(p.forward, modes=modes.get(p, p.forward.modes))) for p in parts
     ]
-    difference, _, _ = _computed(asked, alike, How())
+    difference, _, _ = _computed(asked, alike, ReplayOptions())
     if difference.worst is not None:
         numbers = ", ".join(str(index) for index in sorted({part.index for part in modes}))
         _blame("wrong-mode", SENTENCES["wrong-mode"].format(numbers=numbers), difference, result)
 
 
-def _holds_in_turn(asked: Asked, turn: Turn, received: Sequence[Part], result: Recomputed) -> bool:
+def _holds_in_turn(
+    asked: RecomputeRequest, turn: Turn, received: Sequence[RecordedCall], result: RecomputeResult
+) -> bool:
     """Compute one pass again, and return whether all is as it was.
 
     It finds nothing wrong by itself: where this is False, the whole window is computed again, which
@@ -955,7 +993,7 @@ def _holds_in_turn(asked: Asked, turn: Turn, received: Sequence[Part], result: R
     parts = [
         replace(from_outside(part), weight=1.0) for part in received if part.index == turn.index
     ]
-    total, replayed = by_micro_batch(parts, How())
+    total, replayed = by_micro_batch(parts, ReplayOptions())
     compared = total.gradients.keys() & asked.compared.keys() & turn.arrived.keys()
     if not compared or total.functions - asked.known:
         return False
@@ -990,7 +1028,9 @@ def _differs(turn: Turn, key: int, again: Vector, dtype: str) -> bool:
     return False
 
 
-def _judge_age(asked: Asked, parts: Sequence[Part], result: Recomputed) -> None:
+def _judge_age(
+    asked: RecomputeRequest, parts: Sequence[RecordedCall], result: RecomputeResult
+) -> None:
     """Ask whether the gradient is one of parameters that the step does not start from.
 
     A loss that is computed before the last step goes backward after it: `.grad` is that of its
@@ -1008,14 +1048,14 @@ def _judge_age(asked: Asked, parts: Sequence[Part], result: Recomputed) -> None:
         replace(part, forward=replace(part.forward, kept=replace(part.forward.kept, parameters={})))
         for part in old
     ]
-    how = How(forward_only=True)
+    how = ReplayOptions(forward_only=True)
     replayed = [replay(p.forward, p.forward.arguments, p.cotangents, how) for p in now]
     if any(map(_lost_by, now, replayed)):
         result.name = "stale-parameters"
         result.sentence = SENTENCES["before the step"]
 
 
-def _expect_comparable(asked: Asked, total: Total) -> None:
+def _expect_comparable(asked: RecomputeRequest, total: AccumulatedGradient) -> None:
     """Refuse a window of which no gradient could be compared.
 
     Raises:
@@ -1038,7 +1078,7 @@ def _expect_comparable(asked: Asked, total: Total) -> None:
     )
 
 
-def _cover(asked: Asked, total: Total, result: Recomputed) -> None:
+def _cover(asked: RecomputeRequest, total: AccumulatedGradient, result: RecomputeResult) -> None:
     """Note of which parameters the gradient was compared, and why not of the others."""
     compared = total.gradients.keys() & asked.compared.keys()
     left = [key for key, now in asked.observed.items() if key not in compared and now.any()]
@@ -1050,14 +1090,18 @@ def _cover(asked: Asked, total: Total, result: Recomputed) -> None:
         result.notes.append(finding("uncovered-parameters", said))
 
 
-def _explain_lost(parts: Sequence[Part], replayed: Sequence[Replayed], lost: float) -> NoReturn:
+def _explain_lost(
+    parts: Sequence[RecordedCall], replayed: Sequence[ReplayResult], lost: float
+) -> NoReturn:
     """Say why calls give other outputs than they gave: each cause is measured.
 
     Raises:
         NotRecomputed: it is none that makes the gradient wrong, or none was found.
     """
     forwards = list(dict.fromkeys(part.forward for part in parts))
-    if watching := sorted({type(mode).__name__ for one in forwards for mode in one.watching}):
+    if watching := sorted(
+        {type(mode).__name__ for mode in chain.from_iterable(one.watching for one in forwards)}
+    ):
         raise NotRecomputed(
             f"the model gives other outputs when it is called without {', '.join(watching)}, which"
             " may not see a second call"
@@ -1094,7 +1138,7 @@ def _explain_lost(parts: Sequence[Part], replayed: Sequence[Replayed], lost: flo
     )
 
 
-def _expect_reproducible(parts: Sequence[Part], replayed: Sequence[Replayed]) -> None:
+def _expect_reproducible(parts: Sequence[RecordedCall], replayed: Sequence[ReplayResult]) -> None:
     """Refuse calls that do not give the same when they are called twice.
 
     Raises:
@@ -1111,7 +1155,7 @@ def _expect_reproducible(parts: Sequence[Part], replayed: Sequence[Replayed]) ->
                 f"{compiled[0]} is compiled and draws random numbers, which"
                 " eager code draws otherwise"
             )
-        how = How(forward_only=True, marked=True)
+        how = ReplayOptions(forward_only=True, marked=True)
         one, other = (
             replay(part.forward, part.forward.arguments, part.cotangents, how).marks
             for _ in range(2)
@@ -1140,7 +1184,7 @@ LEAST_OF_CASTS = 2.0**-14
 """Relative difference of outputs from which on it is asked whether casts are stale."""
 
 
-def _stale_casts(parts: Sequence[Part], replayed: Sequence[Replayed]) -> str:
+def _stale_casts(parts: Sequence[RecordedCall], replayed: Sequence[ReplayResult]) -> str:
     """Return the dtype of casts of parameters that autocast has kept over a step; empty where it
     has kept none.
 
@@ -1152,14 +1196,14 @@ def _stale_casts(parts: Sequence[Part], replayed: Sequence[Replayed]) -> str:
         if not enabled or not torch.is_autocast_cache_enabled():
             continue
         if _off(part, found) > LEAST_OF_CASTS and not part.forward.is_refilled:
-            how = How(forward_only=True, own_parameters=True)
+            how = ReplayOptions(forward_only=True, own_parameters=True)
             own = replay(part.forward, part.forward.arguments, part.cotangents, how)
             if _off(part, own) == 0:
                 return dtype_name(dtype)
     return ""
 
 
-def _off(part: Part, found: Replayed) -> float:
+def _off(part: RecordedCall, found: ReplayResult) -> float:
     """Return the largest relative difference of a call's outputs from those that it gave."""
     if any(i >= len(found.outputs) for i in part.cotangents):
         return math.inf
@@ -1167,11 +1211,11 @@ def _off(part: Part, found: Replayed) -> float:
 
 
 def _judge_difference(
-    asked: Asked,
-    received: Sequence[Part],
-    parts: Sequence[Part],
+    asked: RecomputeRequest,
+    received: Sequence[RecordedCall],
+    parts: Sequence[RecordedCall],
     difference: Difference,
-    result: Recomputed,
+    result: RecomputeResult,
 ) -> None:
     """Say why `.grad` is another one than that of the calls, which give what they gave.
 
@@ -1200,7 +1244,9 @@ def _judge_difference(
                 may_be_wrong=True,
             )
         if written:
-            again, _, _ = _computed(asked, parts, How(scale=1.0, as_it_was_at_backward=True))
+            again, _, _ = _computed(
+                asked, parts, ReplayOptions(scale=1.0, as_it_was_at_backward=True)
+            )
             if again.worst is None:
                 _blame(name, SENTENCES[name], difference, result)
                 result.causes = ("written",)
@@ -1209,24 +1255,29 @@ def _judge_difference(
 
 
 def _judge_backward(
-    asked: Asked, received: Sequence[Part], without: Difference, result: Recomputed
+    asked: RecomputeRequest,
+    received: Sequence[RecordedCall],
+    without: Difference,
+    result: RecomputeResult,
 ) -> None:
     """Say which backward is not linear.
 
     Raises:
         NotRecomputed: the gradient is not that of the recorded calls.
     """
-    hooked = sorted({name for part in received for name in backward_hooks(part.forward.module)})
+    hooked = sorted(
+        set(chain.from_iterable(backward_hooks(part.forward.module) for part in received))
+    )
     parts = [from_outside(part, hooks=True) for part in received]
-    difference, _, _ = _computed(asked, parts, How())
-    exact, _, replayed = _computed(asked, parts, How(hooks=True, scale=1.0))
+    difference, _, _ = _computed(asked, parts, ReplayOptions())
+    exact, _, replayed = _computed(asked, parts, ReplayOptions(hooks=True, scale=1.0))
     if exact.worst is not None:
         if _judge_output_hooks(asked, received, exact, result):
             return
         if _judge_stolen(asked, parts, exact, result):
             return
         _refuse_difference(asked, parts, replayed, without)
-    scaled, eightfold, _ = _computed(asked, parts, How(hooks=True))
+    scaled, eightfold, _ = _computed(asked, parts, ReplayOptions(hooks=True))
     names = ", ".join(hooked[:3])
     if scaled.worst is None:
         said = (
@@ -1235,7 +1286,9 @@ def _judge_backward(
         )
         result.notes.append(finding("module-hook", said))
         return
-    functions = sorted({kind.__name__ for found in replayed for kind in found.functions})
+    functions = sorted(
+        {kind.__name__ for kind in chain.from_iterable(found.functions for found in replayed)}
+    )
     if not hooked and _judge_own_terms(asked, parts, eightfold, ", ".join(functions), result):
         return
     what = (
@@ -1247,7 +1300,10 @@ def _judge_backward(
 
 
 def _judge_output_hooks(
-    asked: Asked, received: Sequence[Part], difference: Difference, result: Recomputed
+    asked: RecomputeRequest,
+    received: Sequence[RecordedCall],
+    difference: Difference,
+    result: RecomputeResult,
 ) -> bool:
     """Judge hooks of the program's on outputs of a model, where these explain the difference.
 
@@ -1260,7 +1316,7 @@ def _judge_output_hooks(
         replace(part, cotangents=dict(part.forward.passed)) if part in hooked else part
         for part in received
     ]
-    if _computed(asked, passed, How(hooks=True, scale=1.0))[0].worst is not None:
+    if _computed(asked, passed, ReplayOptions(hooks=True, scale=1.0))[0].worst is not None:
         return False
     factors = list[float | None]()
     for part in hooked:
@@ -1293,7 +1349,10 @@ NEAR_TWICE = 1e-3
 
 
 def _judge_stolen(
-    asked: Asked, parts: Sequence[Part], difference: Difference, result: Recomputed
+    asked: RecomputeRequest,
+    parts: Sequence[RecordedCall],
+    difference: Difference,
+    result: RecomputeResult,
 ) -> bool:
     """Judge gradients that lie in memory to which each backward writes.
 
@@ -1302,8 +1361,10 @@ def _judge_stolen(
     last pass brings, whatever the passes before have brought.
     """
     last = max(part.index for part in parts)
-    whole, _ = by_micro_batch(parts, How(hooks=True, scale=1.0))
-    own, _ = by_micro_batch([p for p in parts if p.index == last], How(hooks=True, scale=1.0))
+    whole, _ = by_micro_batch(parts, ReplayOptions(hooks=True, scale=1.0))
+    own, _ = by_micro_batch(
+        [p for p in parts if p.index == last], ReplayOptions(hooks=True, scale=1.0)
+    )
     if last == min(part.index for part in parts):
         return False
 
@@ -1320,7 +1381,10 @@ def _judge_stolen(
 
 
 def _refuse_difference(
-    asked: Asked, parts: Sequence[Part], replayed: Sequence[Replayed], found: Difference
+    asked: RecomputeRequest,
+    parts: Sequence[RecordedCall],
+    replayed: Sequence[ReplayResult],
+    found: Difference,
 ) -> NoReturn:
     """Say that `.grad` is another one than that of the calls, and what was ruled out.
 
@@ -1337,7 +1401,7 @@ def _refuse_difference(
             " which may change the gradient that passes it: it was not computed again"
         )
     _expect_reproducible(parts, replayed)
-    twice = [by_micro_batch(parts, How(hooks=True, scale=1.0))[0] for _ in range(2)]
+    twice = [by_micro_batch(parts, ReplayOptions(hooks=True, scale=1.0))[0] for _ in range(2)]
     between = compare(twice[0].gradients, twice[1], 1.0, lambda seed: twice[1])
     if between.worst is not None:
         raise NotReproducible(
@@ -1357,18 +1421,26 @@ def _refuse_difference(
 
 
 def _judge_own_terms(
-    asked: Asked, parts: Sequence[Part], eightfold: Total, names: str, result: Recomputed
+    asked: RecomputeRequest,
+    parts: Sequence[RecordedCall],
+    eightfold: AccumulatedGradient,
+    names: str,
+    result: RecomputeResult,
 ) -> bool:
     """Judge functions whose backward is affine, and adds a gradient of its own.
 
     Return whether it is that alone.
     """
-    _, own, replayed = _computed(asked, parts, How(hooks=True, scale=1.0, own=True))
-    linear = Total(sizes=eightfold.sizes, terms=eightfold.terms, dtype=eightfold.dtype)
+    _, own, replayed = _computed(asked, parts, ReplayOptions(hooks=True, scale=1.0, own=True))
+    linear = AccumulatedGradient(
+        sizes=eightfold.sizes, terms=eightfold.terms, dtype=eightfold.dtype
+    )
     of_own = {key: gradient for key, gradient in own.gradients.items() if gradient.any()}
     for key, gradient in eightfold.gradients.items():
         # what is its own has been divided by the scale with the rest
-        linear.gradients[key] = add_gradients(gradient, own.gradients[key] * (1 - 1 / How.scale))
+        linear.gradients[key] = add_gradients(
+            gradient, own.gradients[key] * (1 - 1 / ReplayOptions.scale)
+        )
     if (
         not of_own
         or compare(asked.observed, linear, asked.factor, lambda seed: linear).worst is not None
@@ -1409,7 +1481,7 @@ def _judge_own_terms(
     return True
 
 
-def _blame(name: str, sentence: str, difference: Difference, result: Recomputed) -> None:
+def _blame(name: str, sentence: str, difference: Difference, result: RecomputeResult) -> None:
     result.name = name
     result.sentence = sentence
     result.error = difference.error
@@ -1418,18 +1490,21 @@ def _blame(name: str, sentence: str, difference: Difference, result: Recomputed)
 
 
 def _judge_functions(
-    asked: Asked, parts: Sequence[Part], kinds: Set[type], result: Recomputed
+    asked: RecomputeRequest,
+    parts: Sequence[RecordedCall],
+    kinds: Set[type],
+    result: RecomputeResult,
 ) -> None:
     """Judge those custom functions on the way that no earlier window has shown."""
-    new = {
-        kind: made
-        for kind in kinds - asked.known
-        if (made := statement_of(kind)) not in asked.known
-    }
+    new: dict[type, Any] = {}
+    for kind in kinds - asked.known:
+        made = statement_of(kind)
+        if made not in asked.known:
+            new[kind] = made
     if not new or asked.is_faulty:
         return
     # a number that a forward computes is another one then; some functions expect their gradient
-    how = How(seed=0, scale=1.0)
+    how = ReplayOptions(seed=0, scale=1.0)
     with first_calls(new.keys()) as found:
         for part in parts:
             replay(part.forward, part.forward.arguments, part.cotangents, how)
@@ -1437,7 +1512,7 @@ def _judge_functions(
     # a class that is made anew each time may hold tensors: its statement is known in its place
     asked.known.update(found, missed)
     asked.known.update((key, one) for key, each in found.items() for one in each)
-    calls = [call for each in found.values() for call in each.values()]
+    calls = list(chain.from_iterable(each.values() for each in found.values()))
     with quiet(), AsBefore(parts[0].forward.on):
         accumulates = len(asked.passes) > 1
         verdicts = [judge_function(call, accumulates=accumulates) for call in calls]
@@ -1447,7 +1522,7 @@ def _judge_functions(
     blame_functions(verdicts, result, asked.known)
 
 
-def _written(parts: Sequence[Part], calls: Iterable[Call]) -> Iterable[FunctionReport]:
+def _written(parts: Sequence[RecordedCall], calls: Iterable[Call]) -> Iterable[FunctionReport]:
     """Judge functions that write to a tensor that they are given, and do not declare it.
 
     The window is computed again with copies in its place: where that is another gradient, the
@@ -1459,7 +1534,7 @@ def _written(parts: Sequence[Part], calls: Iterable[Call]) -> Iterable[FunctionR
             writing[call.kind].update(call.wrote)
     if not writing:
         return []
-    how = How(scale=1.0)
+    how = ReplayOptions(scale=1.0)
     own, _ = by_micro_batch(parts, how)
     with given_copies(writing):
         other, _ = by_micro_batch(parts, how)
@@ -1477,7 +1552,7 @@ def _written(parts: Sequence[Part], calls: Iterable[Call]) -> Iterable[FunctionR
 
 
 def blame_functions(
-    verdicts: Iterable[FunctionReport], result: Recomputed, known: set[FunctionKey]
+    verdicts: Iterable[FunctionReport], result: RecomputeResult, known: set[FunctionKey]
 ) -> None:
     """Note what is known of custom functions, and blame the first one that is wrong.
 
@@ -1505,10 +1580,10 @@ def blame_functions(
 
 def judge_calls_of_program(
     calls: CallsOfProgram,
-    passes: Sequence[Running],
+    passes: Sequence[ActivePass],
     known: set[FunctionKey],
     of_calls: Set[type] = frozenset(),
-) -> Recomputed:
+) -> RecomputeResult:
     """Judge the custom functions that the program calls outside of recorded modules.
 
     Those of a window are known when it has gone backward. They are watched from then on, and judged
@@ -1520,13 +1595,13 @@ def judge_calls_of_program(
         known: the functions that need not be judged; new ones are added.
         of_calls: those in recorded calls, of which a window may not be computed again.
     """
-    result = Recomputed()
+    result = RecomputeResult()
     if calls.has_calls:
         with quiet():
             accumulates = len(passes) > 1
             verdicts = [judge_function(call, accumulates=accumulates) for call in calls.taken()]
         blame_functions(verdicts, result, known)
-    shown = {kind for one in passes for kind in one.outside.functions} | of_calls
+    shown = set(chain.from_iterable(one.outside.functions for one in passes)) | of_calls
     new = {kind for kind in shown if not {kind, statement_of(kind)} & known}
     # a later call may take another branch
     inside = {kind for kind in known if isinstance(kind, type)}

@@ -24,6 +24,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
@@ -58,9 +59,9 @@ from gradcheck_suite.auditing.parameter_points import ParameterPoints, Points
 from gradcheck_suite.auditing.places import (
     NOWHERE,
     Place,
-    here,
+    current_place,
     is_written_loss,
-    living,
+    live_instances,
     loop_here,
     shown,
 )
@@ -131,7 +132,7 @@ def _of_the_stack() -> tuple[str | None, int | None, float | None]:
 
 
 @dataclass
-class Known:
+class TrackedParameter:
     """What is known of a parameter.
 
     Attributes:
@@ -176,7 +177,7 @@ class HookedGradient:
     """
 
     key: int
-    known: Known
+    known: TrackedParameter
     record: PassRecord
     then: Raw
     now: Raw
@@ -223,7 +224,12 @@ class Engine(_engine_class):  # type: ignore[misc]
             # of a run that is only counted each pass and step comes by here
             if kwargs.get("accumulate_grad", False):
                 recorder.count_pass()
-            return _run_backward(self, tensors, *args, **kwargs)
+            return _run_backward(
+                self,
+                tensors,
+                *args,
+                **kwargs,
+            )
         # dynamo traces Python that runs while it compiles, and a window that is computed again is
         # nobody's pass
         if recorder is None or recorder.is_silent or torch.compiler.is_dynamo_compiling():
@@ -244,7 +250,7 @@ class Engine(_engine_class):  # type: ignore[misc]
 
 
 @dataclass
-class Running:
+class ActivePass:
     """A pass that runs.
 
     Attributes:
@@ -260,7 +266,7 @@ class Running:
 
     record: PassRecord
     reader: Reader
-    outer: Running | None = None
+    outer: ActivePass | None = None
     tasks: list[int] = field(default_factory=list)
     forwards: dict[Any, dict[int, torch.Tensor]] = field(default_factory=dict)
     outside: Outside = field(default_factory=Outside)
@@ -289,6 +295,11 @@ def _task() -> int:
     # the public API does not tell; torch/utils/checkpoint.py reads the same. -1 outside of a
     # backward
     return torch._C._current_graph_task_id()
+
+
+def _alive(references: Iterable[Callable[[], Any]]) -> list[Any]:
+    """Return what weak references refer to still."""
+    return [one for one in (reference() for reference in references) if one is not None]
 
 
 def _guarded(
@@ -370,7 +381,7 @@ class Recorder:
         objectives: Mapping[str, str] | None = None,
     ) -> None:
         self.off: dict[str, str] = {}
-        self.parameters: dict[int, Known] = {}
+        self.parameters: dict[int, TrackedParameter] = {}
         self.muted = self.concurrent = False
         self._threads: set[threading.Thread] = set()
         self.records = True
@@ -379,7 +390,7 @@ class Recorder:
         self.steps_seen = 0
         self.passes_seen = 0
         self.unstepped = ""
-        self.last: Running | None = None
+        self.last: ActivePass | None = None
         self.notes: Counter[Found] = Counter()
         self.used_at: dict[int, str] = {}
         self._receive = receive
@@ -404,8 +415,8 @@ class Recorder:
         self._passes_at_step: dict[int, int] = {}
         self._passes_at_last_step = 0
         self._idle: dict[int, StepRecord] = {}
-        self._running: dict[int, Running] = {}
-        self._unbound: list[Running] = []
+        self._running: dict[int, ActivePass] = {}
+        self._unbound: list[ActivePass] = []
         self._lines: dict[tuple[Place, tuple[str, ...], int], Lines] = {}
         # two steps: Lightning switches anomaly mode off when it begins to fit
         self._stacks_until = 2
@@ -423,8 +434,8 @@ class Recorder:
         self._schedules: list[weakref.ref[Any]] | None = None
         self._averages: list[weakref.ref[torch.Tensor]] = []
         self._points_of = ParameterPoints()
-        self._gradients_of = samples.Together()
-        self._clipped_of = samples.Together()
+        self._gradients_of = samples.BatchedSampler()
+        self._clipped_of = samples.BatchedSampler()
         self._before_clipping = dict[int, Raw]()
         self._grouping: Any = None
         self._scalers: list[weakref.ref[torch.amp.GradScaler]] = []
@@ -603,7 +614,9 @@ class Recorder:
     # Passes
 
     @_guarded(PASSES)
-    def begin(self, tensors: Any, gradients: Any, accumulates: bool, inputs: Any) -> Running | None:
+    def begin(
+        self, tensors: Any, gradients: Any, accumulates: bool, inputs: Any
+    ) -> ActivePass | None:
         """Note the beginning of a pass; a pass that runs inside another one belongs to that."""
         roots = [t for t in tensors if edge_of(t)[0] is not None]
         if self._is_no_pass(roots, gradients):
@@ -611,7 +624,7 @@ class Recorder:
         task = _task()
         outer = self._running.get(task)
         if outer is not None:
-            running = Running(outer.record, Reader(), outer)
+            running = ActivePass(outer.record, Reader(), outer)
             if self._weights and accumulates:
                 self._read_inside(running, roots)
         elif task == -1 and self._has_others():
@@ -624,7 +637,7 @@ class Recorder:
             # they belong to
             self._bind_at(running, edge_of(root)[0])
         if accumulates:
-            self._look_below(running, roots)
+            self._find_leaves(running, roots)
             if outer is None and self._sums:
                 self._look_at_gradients()
         return running
@@ -647,7 +660,7 @@ class Recorder:
         self._note_thread()
         return self.concurrent
 
-    def _begin_outermost(self, roots: list[Any], accumulates: bool, inputs: Any) -> Running:
+    def _begin_outermost(self, roots: list[Any], accumulates: bool, inputs: Any) -> ActivePass:
         """Note the beginning of a pass that is not inside of another one."""
         self._note_unseen()
         self._before_clipping = {}
@@ -655,11 +668,16 @@ class Recorder:
         self._end_of_stacks()
         is_kept = accumulates or any(isinstance(p, torch.nn.Parameter) for p in inputs)
         if is_kept:
-            record = PassRecord(here(), accumulates, loop=loop_here(), reset=self._reset)
+            record = PassRecord(
+                current_place(),
+                accumulates,
+                loop=loop_here(),
+                reset=self._reset,
+            )
             self._reset = None
         else:
             record = PassRecord(NOWHERE, False)  # of which nothing is kept
-        running = Running(record, Reader())
+        running = ActivePass(record, Reader())
         self._unbound.append(running)
         if self._objectives:
             self._declare(roots)
@@ -687,10 +705,10 @@ class Recorder:
         }
         self._standing = {}
 
-    def _bind_at(self, running: Running, node: Any) -> None:
+    def _bind_at(self, running: ActivePass, node: Any) -> None:
         running.reader.keep(node.register_prehook(lambda _: self._bind(running)))
 
-    def _bind(self, running: Running) -> None:
+    def _bind(self, running: ActivePass) -> None:
         """Note autograd's number of a pass, by which the hooks of nodes and parameters find it."""
         if (task := _task()) not in self._running:
             outermost = self._running[task] = running.outer or running
@@ -745,18 +763,18 @@ class Recorder:
         ]
 
     @_guarded(WEIGHTS)
-    def _read(self, running: Running, roots: list[Any]) -> None:
+    def _read(self, running: ActivePass, roots: list[Any]) -> None:
         running.reader.read(roots)
         self._mark(running)
 
-    def _mark(self, running: Running) -> None:
+    def _mark(self, running: ActivePass) -> None:
         if running.record.accumulates:
             for found in running.reader.found:
                 found.term.repeated = MARK in found.node.metadata
                 found.node.metadata[MARK] = True
 
     @_guarded(WEIGHTS)
-    def _read_inside(self, running: Running, roots: list[Any]) -> None:
+    def _read_inside(self, running: ActivePass, roots: list[Any]) -> None:
         """Read the loss itself where a checkpoint computes it again: its terms replace the node of
         the checkpoint.
         """
@@ -774,7 +792,7 @@ class Recorder:
             outer[:] = [f for f in outer if f is not checkpoints[-1]] + running.reader.found
 
     @_guarded(PASSES)
-    def _look_below(self, running: Running, roots: list[Any]) -> None:
+    def _find_leaves(self, running: ActivePass, roots: list[Any]) -> None:
         """Look at what a pass reaches: at each graph where the window is to be computed again, else
         at one that is not known.
         """
@@ -818,21 +836,21 @@ class Recorder:
             # a hook after ours may change `.grad` in this pass, as DDP and an optimizer in backward
             # do
             if apart or len(leaf._post_accumulate_grad_hooks) > 1:
-                self._hear(key, leaf, at_once=True)
+                self._listen(key, leaf, at_once=True)
             if leaf._backward_hooks and self._sums:
-                self._surround(key, leaf)
+                self._bracket_user_hooks(key, leaf)
         if standing:
-            found, _ = samples.Together().taken([*standing.values()], whole=False)
+            found, _ = samples.BatchedSampler().taken([*standing.values()], whole=False)
             self._standing |= dict(zip(standing, found, strict=True))
 
     def _watch_all_of_optimizers(self) -> None:
         """Watch what optimizers step on: FSDP gathers parameters, and the leaves are others."""
-        for optimizer in living(torch.optim.Optimizer):
+        for optimizer in live_instances(torch.optim.Optimizer):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     self._watch(parameter)
 
-    def _note_joins(self, running: Running, leaves: Sequence[torch.Tensor]) -> None:
+    def _note_joins(self, running: ActivePass, leaves: Sequence[torch.Tensor]) -> None:
         """Note which terms join items with and without a gradient."""
         for found in running.reader.found:
             below, own = leaves_below([found.node])
@@ -847,7 +865,7 @@ class Recorder:
                     self._keys[i] for i in outside - inside if i in self._keys
                 )
 
-    def _look_outside(self, running: Running, roots: list[Any]) -> None:
+    def _look_outside(self, running: ActivePass, roots: list[Any]) -> None:
         """See what a pass reaches outside of the recorded calls.
 
         What starts inside of a recorded call, as a checkpoint computes it again, is a part of that.
@@ -857,7 +875,7 @@ class Recorder:
             outermost.outside += outside_of_calls(edge_of(root)[0] for root in roots)
 
     @_guarded(PASSES)
-    def end(self, running: Running | None) -> None:
+    def end(self, running: ActivePass | None) -> None:
         """Note the end of a pass."""
         if running is None:
             return
@@ -875,7 +893,7 @@ class Recorder:
             self._finish(running)
 
     @_guarded(WEIGHTS)
-    def _numbers(self, running: Running) -> None:
+    def _numbers(self, running: ActivePass) -> None:
         if running.reader.error is not None:
             raise running.reader.error
         place = running.record.place
@@ -910,18 +928,18 @@ class Recorder:
 
     @_guarded(WEIGHTS)
     def _read_numbers(self, passes: Sequence[PassRecord]) -> None:
-        read_numbers([found for record in passes for found in record.unread])
+        read_numbers(list(chain.from_iterable(record.unread for record in passes)))
 
     @_guarded(SUMS)
     def _read_hooks(self, passes: Sequence[PassRecord]) -> None:
-        changes = [one for record in passes for one in record.unread_hooks]
+        changes = list(chain.from_iterable(record.unread_hooks for record in passes))
         if not changes:
             return
-        values = samples.read([raw for one in changes for raw in one.raw])
+        values = samples.read(list(chain.from_iterable(one.raw for one in changes)))
         for i, one in enumerate(changes):
             self._judge_hook(one, *values[3 * i : 3 * i + 3])
 
-    def _finish(self, running: Running) -> None:
+    def _finish(self, running: ActivePass) -> None:
         self.passes_seen += 1
         running.record.points = self._points()
         running.record.clocks = self._clocks()
@@ -935,7 +953,7 @@ class Recorder:
         """
         if self.steps_seen or self.passes_seen < MANY or self.passes_seen & (self.passes_seen - 1):
             return
-        made = living(torch.optim.Optimizer, torch.amp.GradScaler)
+        made = live_instances(torch.optim.Optimizer, torch.amp.GradScaler)
         scalers = [one for one in made if isinstance(one, torch.amp.GradScaler)]
         if len(made) > len(scalers):
             self.unstepped = "the step of a torch.optim optimizer that was made is never called"
@@ -951,16 +969,16 @@ class Recorder:
         found = (one() for one, _ in list(self._optimizers.values()))
         rates = [
             group.get("lr")
-            for optimizer in found
-            if optimizer is not None
-            for group in optimizer.param_groups
+            for group in chain.from_iterable(
+                optimizer.param_groups for optimizer in found if optimizer is not None
+            )
         ]
-        epochs = [one.last_epoch for of in self._schedules or () if (one := of()) is not None]
+        epochs = [one.last_epoch for one in _alive(self._schedules or ())]
         # to read a rate that is a tensor could wait for a device
         rates = [rate._version if isinstance(rate, torch.Tensor) else rate for rate in rates]
         clocks = {SCHEDULE: zlib.crc32(repr((rates, epochs)).encode())}
-        averages = [average for of in self._averages if (average := of()) is not None]
-        for average, mark in zip(averages, samples.Together().marks(averages), strict=True):
+        averages = _alive(self._averages)
+        for average, mark in zip(averages, samples.BatchedSampler().marks(averages), strict=True):
             clocks[AVERAGE] = zlib.crc32(
                 repr((mark, average._version, clocks.get(AVERAGE))).encode()
             )
@@ -971,7 +989,9 @@ class Recorder:
 
         A tensor near to a parameter is an average.
         """
-        found = living(torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler, torch.Tensor)
+        found = live_instances(
+            torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler, torch.Tensor
+        )
         self._scalers = [
             weakref.ref(one)
             for one in found
@@ -982,13 +1002,14 @@ class Recorder:
             for one in found
             if isinstance(one, torch.optim.lr_scheduler.LRScheduler)
         ]
-        own = [
-            p
-            for known in self.parameters.values()
-            if (p := known.reference()) is not None and p.is_floating_point()
-        ]
+        parameters = _alive(known.reference for known in self.parameters.values())
+        own = [p for p in parameters if p.is_floating_point()]
         like = {(p.shape, p.dtype, p.device): p for p in own if p.numel() >= FEWEST}
-        memory = {tensor.data_ptr() for p in own for tensor in (p, p.grad) if tensor is not None}
+        memory = {
+            tensor.data_ptr()
+            for tensor in chain.from_iterable((p, p.grad) for p in own)
+            if tensor is not None
+        }
         pairs = [
             (one, like[one.shape, one.dtype, one.device])
             for one in found
@@ -1000,7 +1021,7 @@ class Recorder:
         self._averages = [weakref.ref(one) for one in _near(pairs)][:MOST_AVERAGES]
 
     @_guarded(SUMS)
-    def by_hand(self, running: Running | None, inputs: Any, results: Any) -> None:
+    def by_hand(self, running: ActivePass | None, inputs: Any, results: Any) -> None:
         """Note the results of `torch.autograd.grad` for parameters, which the program may put into
         `.grad` itself.
         """
@@ -1013,12 +1034,12 @@ class Recorder:
             if has_values and not torch._C._functorch.is_functorch_wrapped_tensor(gradient):
                 given[self._watch(parameter)] = gradient
         if given:
-            found, _ = samples.Together().taken([*given.values()], whole=self._full())
+            found, _ = samples.BatchedSampler().taken([*given.values()], whole=self._full())
             running.record.arrivals |= dict.fromkeys(given, BY_HAND)
             running.record.now |= dict(zip(given, found, strict=True))
             self._finish(running)
 
-    def running(self) -> Running | None:
+    def running(self) -> ActivePass | None:
         """Return the pass that runs.
 
         None for one that is not recorded, as one that is entered from C++.
@@ -1037,20 +1058,20 @@ class Recorder:
         if known is None or known.reference() is not parameter:
             key = self._keys[id(parameter)] = self._next_key
             self._next_key += 1
-            known = self.parameters[key] = Known(
+            known = self.parameters[key] = TrackedParameter(
                 weakref.ref(parameter), dtype_name(parameter.dtype)
             )
             if samples.is_shard(parameter):
                 self._shards.add(key)
         if known.heard is None and parameter.requires_grad and parameter.is_leaf:
-            self._hear(key, parameter, at_once=self._is_apart())
+            self._listen(key, parameter, at_once=self._is_apart())
         return key
 
     def _is_apart(self) -> bool:
         """Return whether wrappers may change a `.grad` as soon as a gradient has arrived there."""
         return _is_distributed() or bool(self._shards)
 
-    def _hear(self, key: int, parameter: torch.Tensor, *, at_once: bool) -> None:
+    def _listen(self, key: int, parameter: torch.Tensor, *, at_once: bool) -> None:
         """Listen to what arrives at a parameter, before all other hooks."""
         known = self.parameters[key]
         if known.heard is not None:
@@ -1098,7 +1119,11 @@ class Recorder:
             if mark != self.parameters[key].gradient[2]:  # type: ignore[index]
                 given[key] = same[key]
         self._before = dict.fromkeys(same, KEPT) | dict.fromkeys(given, TOUCHED)
-        found = samples.Together().taken([*given.values()], whole=self._full())[0] if given else ()
+        found = (
+            samples.BatchedSampler().taken([*given.values()], whole=self._full())[0]
+            if given
+            else ()
+        )
         self._touched = dict(zip(given, found, strict=True))
         self._unseen &= self._before.keys()
         self._standing = {key: raw for key, raw in self._standing.items() if key in self._before}
@@ -1122,11 +1147,8 @@ class Recorder:
     def _arrived(self, record: PassRecord, parameters: Mapping[int, torch.Tensor]) -> None:
         """Note what has arrived at some parameters."""
         # in the order in which all other looks at them are, so that their places are found once
-        given = {
-            key: gradient
-            for key, p in sorted(parameters.items())
-            if (gradient := p.grad) is not None
-        }
+        gradients = {key: p.grad for key, p in sorted(parameters.items())}
+        given = {key: gradient for key, gradient in gradients.items() if gradient is not None}
         record.now |= self._taken(given) if self._sums else dict.fromkeys(given, samples.NOTHING)
         # passes inside of this one: one arrival, from the first state to the last
         record.arrivals = {key: self._before.get(key, NONE) for key in given} | record.arrivals
@@ -1153,10 +1175,10 @@ class Recorder:
     @_guarded(SUMS)
     def _note_reset(self) -> None:
         """Note where a gradient is let go, as by `zero_grad`, which has no hook."""
-        self._reset = here()
+        self._reset = current_place()
 
     @_guarded(SUMS)
-    def _arrive_all(self, running: Running) -> None:
+    def _arrive_all(self, running: ActivePass) -> None:
         if self._heard and running.record.accumulates:
             heard = {self._keys[id(parameter)]: parameter for parameter in self._heard}
             self._arrived(running.record, heard)
@@ -1184,7 +1206,7 @@ class Recorder:
                 continue
             before = self._before.get(key, NONE)
             same = before == KEPT and _is_same(known, gradient)
-            if same and samples.Together().marks([gradient])[0] == known.gradient[2]:  # type: ignore[index]
+            if same and samples.BatchedSampler().marks([gradient])[0] == known.gradient[2]:  # type: ignore[index]
                 continue
             if before == TOUCHED and _equal(
                 self._touched[key], samples.sample(gradient, whole=self._full())
@@ -1219,7 +1241,7 @@ class Recorder:
         self.notes[finding("sharded-gradients", said)] = 1
         return divisor
 
-    def _surround(self, key: int, parameter: torch.Tensor) -> None:
+    def _bracket_user_hooks(self, key: int, parameter: torch.Tensor) -> None:
         """Look at a gradient before and after the program's own hooks on a parameter."""
         known = self.parameters[key]
         hooks = parameter._backward_hooks
@@ -1232,14 +1254,14 @@ class Recorder:
         _arrange(hooks, [known.hooks[0].id], [known.hooks[1].id])
 
     @_guarded(SUMS)
-    def _raw(self, known: Known, gradient: torch.Tensor | None) -> None:
+    def _raw(self, known: TrackedParameter, gradient: torch.Tensor | None) -> None:
         known.raw = None
         # a function of one's own may return None for an input that requires a gradient
         if gradient is not None and gradient.layout == torch.strided:
             known.raw = samples.sample(gradient.detach(), whole=True), _some_of(gradient)
 
     @_guarded(SUMS)
-    def _hooked(self, key: int, known: Known, gradient: torch.Tensor | None) -> None:
+    def _hooked(self, key: int, known: TrackedParameter, gradient: torch.Tensor | None) -> None:
         """Compare the factors by which the program's hooks change a gradient with those of the last
         pass.
         """
@@ -1396,7 +1418,7 @@ class Recorder:
         """Find which GradScaler has divided by its scale, by `unscale_`, and which ones may have
         and have not.
         """
-        for scaler in (one for of in self._scalers if (one := of()) is not None):
+        for scaler in _alive(self._scalers):
             if scaler._scale is None:
                 continue
             state = scaler._per_optimizer_states.get(id(optimizer), {}).get("stage")
@@ -1437,7 +1459,7 @@ class Recorder:
         if not self.records:  # a closure that is called once more
             return
         self._let_stacks_end()
-        own = [p for group in optimizer.param_groups for p in group["params"]]
+        own = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
         if self._is_unlike_others(own):
             return
         self._note_unseen()
@@ -1459,7 +1481,7 @@ class Recorder:
         fused = isinstance(divisor, torch.Tensor)
         step = StepRecord(
             index,
-            here(),
+            current_place(),
             gradients,
             self.steps_seen - 1,
             float(divisor) if isinstance(divisor, torch.Tensor) else scale,
@@ -1556,7 +1578,7 @@ class Recorder:
         """Return whether something may reduce the gradients of an optimizer over ranks."""
         if _is_distributed() and index not in self._wrapped:
             # a search through all objects, once for each optimizer
-            self._wrapped[index] = bool(living(torch.nn.parallel.DistributedDataParallel))
+            self._wrapped[index] = bool(live_instances(torch.nn.parallel.DistributedDataParallel))
         return self._wrapped.get(index, False)
 
     def _note_memory(
@@ -1605,7 +1627,7 @@ def _modes_of_program() -> list[Any]:
 
     A search through all objects, where something is about to be blamed.
     """
-    modes = living(TorchDispatchMode, TorchFunctionMode)
+    modes = live_instances(TorchDispatchMode, TorchFunctionMode)
     own = ("torch.", __name__.partition(".")[0])
     return [one for one in modes if not type(one).__module__.startswith(own)]
 
@@ -1622,7 +1644,7 @@ def _near(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tens
 
     Waits once where they lie on a device.
     """
-    found, _ = samples.Together().taken([tensor for pair in pairs for tensor in pair], whole=False)
+    found, _ = samples.BatchedSampler().taken(list(chain.from_iterable(pairs)), whole=False)
     values = samples.read(found)
     return [
         one
@@ -1659,7 +1681,7 @@ def _some_of(gradient: torch.Tensor) -> torch.Tensor:
     return flat[:: max(1, number // MOST_RATIOS)][:MOST_RATIOS].clone()
 
 
-def _is_same(known: Known, gradient: torch.Tensor) -> bool:
+def _is_same(known: TrackedParameter, gradient: torch.Tensor) -> bool:
     """Return whether nothing but its values tells that a gradient is another one than the last
     arrival left.
     """
@@ -1688,11 +1710,13 @@ def _groups_of_shards() -> dict[int, weakref.ref[Any]]:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     found = dict[int, weakref.ref[Any]]()
     with contextlib.suppress(AttributeError):
-        for module in living(fsdp.FSDPModule) if fsdp else ():
+        modules = live_instances(fsdp.FSDPModule) if fsdp else ()
+        for module in modules:
             for group in module._get_fsdp_state()._fsdp_param_groups:
                 found |= {id(p.sharded_param): weakref.ref(group) for p in group.fsdp_params}
     with contextlib.suppress(AttributeError):
-        for module in living(fsdp.FullyShardedDataParallel) if fsdp else ():
+        wrapped = live_instances(fsdp.FullyShardedDataParallel) if fsdp else ()
+        for module in wrapped:
             found[id(module._flat_param)] = weakref.ref(module)
     return found
 
@@ -1720,12 +1744,14 @@ def _hide_from_dynamo() -> None:
         for name, module in list(sys.modules.items())
         if name.startswith("gradcheck_suite.")
     ]
-    named = [value for namespace in modules for value in list(namespace.values())]
-    named += [value for one in named if isinstance(one, type) for value in list(vars(one).values())]
+    named = list(chain.from_iterable(list(namespace.values()) for namespace in modules))
+    named += list(
+        chain.from_iterable(list(vars(one).values()) for one in named if isinstance(one, type))
+    )
     functions = [
         getattr(value, "fget", None) or getattr(value, "__wrapped__", value) for value in named
     ]
-    functions += living(FunctionType)
+    functions += live_instances(FunctionType)
     codes = [function.__code__ for function in functions if isinstance(function, FunctionType)]
     stack = [code for code in codes if code.co_filename.startswith(own)]
     while stack:

@@ -17,7 +17,14 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from gradcheck_suite.auditing.samples import Fingerprint, Raw, Together, fingerprint, is_same, read
+from gradcheck_suite.auditing.samples import (
+    BatchedSampler,
+    Fingerprint,
+    Raw,
+    fingerprint,
+    is_same,
+    read,
+)
 from gradcheck_suite.auditing.vectors import distance
 
 CHECKPOINT = "torch.utils.checkpoint"
@@ -80,7 +87,7 @@ def _call(training: bool, given: Any, output: Any) -> _Call:
     inputs = [fingerprint(one) for one in values if isinstance(one, torch.Tensor)]
     numbers = _numbers(values)
     outputs = _numbers(pytree.tree_leaves(output))
-    found, _ = Together().taken([*numbers, *outputs], whole=True)
+    found, _ = BatchedSampler().taken([*numbers, *outputs], whole=True)
     return _Call(
         inputs,
         found[: len(numbers)],

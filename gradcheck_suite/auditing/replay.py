@@ -13,7 +13,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import chain, product
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -50,7 +50,7 @@ Coefficients = Mapping[Source, float]
 """Of passes: one object for all parameters that have had the same arrivals, since most of them have."""
 
 
-def settled(column: Column) -> dict[int, Vector]:
+def arrays_only(column: Column) -> dict[int, Vector]:
     """Return the samples of a column, without what has none."""
     return {key: now for key, now in column.items() if isinstance(now, np.ndarray)}
 
@@ -118,7 +118,7 @@ class Fit:
         return size(self.bounds) / largest if largest else math.inf
 
     @property
-    def tells(self) -> bool:
+    def is_identifiable(self) -> bool:
         """Whether rounding leaves a pass that is in the sum as much as another one apart from one
         that is not.
         """
@@ -165,7 +165,7 @@ class State(NamedTuple):
 
 
 @dataclass
-class Seen:
+class BackwardPass:
     """A pass on all ranks.
 
     Attributes:
@@ -246,7 +246,7 @@ class StepWindow:
     optimizer: int
     number: int
     step: StepRecord
-    passes: dict[int, Seen]
+    passes: dict[int, BackwardPass]
     keys: list[int]
     coefficients: dict[int, Coefficients]
     factor: float | None
@@ -294,16 +294,17 @@ class StepWindow:
             return self.unclipped * self._unscaled
         return None
 
-    def of_pass(self, source: Source) -> float | None:
+    def coefficient_of(self, source: Source) -> float | None:
         """Return the coefficient of a pass, the median over the parameters that it reached.
 
         None where it has none.
         """
-        found = [c for cs in self.coefficients.values() if abs(c := cs.get(source, 0.0)) > 1e-9]
+        every = (of_key.get(source, 0.0) for of_key in self.coefficients.values())
+        found = [coefficient for coefficient in every if abs(coefficient) > 1e-9]
         return median(found) if found else None
 
 
-class Explanation(NamedTuple):
+class GradChange(NamedTuple):
     """What a measured `.grad` is of what stood there.
 
     Attributes:
@@ -331,7 +332,7 @@ class Replay:
 
     def __init__(self, ranks: int, dtypes: dict[int, str]) -> None:
         self.ranks = ranks
-        self.passes: dict[int, Seen] = {}
+        self.passes: dict[int, BackwardPass] = {}
         self.number_of_passes = 0
         self.last: dict[int, int] = {}
         self.of_rank: set[int] = set()
@@ -360,7 +361,7 @@ class Replay:
 
     def _explain_all(
         self, rank: int, measured: Mapping[int, Vector], *, inside: bool
-    ) -> dict[int, Explanation]:
+    ) -> dict[int, GradChange]:
         """Explain what stands in the `.grad` of several parameters.
 
         Args:
@@ -372,14 +373,20 @@ class Replay:
         kept = self._kept(rank, measured)
         found = {
             key: (
-                Explanation(SAME, 1.0, self._states[rank][key].coefficients, now)
+                GradChange(
+                    SAME,
+                    1.0,
+                    self._states[rank][key].coefficients,
+                    now,
+                )
                 if key in kept
                 else self._explain(rank, key, now, inside=inside)
             )
             for key, now in measured.items()
         }
         reduced = [one.factor for one in found.values() if one.event == REDUCED]
-        for key, one in found.items() if reduced else ():
+        unsure = found if reduced else {}
+        for key, one in unsure.items():
             # two numbers are parallel: whether one of a single element was reduced or multiplied,
             # the others tell
             if one.event == FACTOR and (
@@ -421,7 +428,7 @@ class Replay:
 
     def _explain(
         self, rank: int, key: int, now: Vector, *, inside: bool, sure: bool = False
-    ) -> Explanation:
+    ) -> GradChange:
         """Explain a measured `.grad`.
 
         `sure` takes it for reduced even where it may only have been multiplied.
@@ -430,28 +437,64 @@ class Replay:
         tolerance = self.tolerance(key)
         cut, then = alike(now, state.sample)
         if not is_finite(cut):
-            return Explanation(NOT_FINITE, 1.0, {}, now)
+            return GradChange(
+                NOT_FINITE,
+                1.0,
+                {},
+                now,
+            )
         is_empty = not size(cut)
         if is_empty and (size(then) or not state.coefficients):
-            return Explanation(RESET, 0.0, {}, now)
+            return GradChange(
+                RESET,
+                0.0,
+                {},
+                now,
+            )
         if is_empty or distance(then, cut) <= 1e-3 * tolerance:
-            return Explanation(SAME, 1.0, state.coefficients, now)
+            return GradChange(
+                SAME,
+                1.0,
+                state.coefficients,
+                now,
+            )
         if self.ranks > 1 and not state.shard:
-            found = self._reduction(key, cut, then, tolerance, sure=sure)
+            found = self._reduction(
+                key,
+                cut,
+                then,
+                tolerance,
+                sure=sure,
+            )
             if found is not None:
-                return Explanation(REDUCED, *found, now)
+                return GradChange(REDUCED, *found, now)
         # a parameter of few elements may be a multiple of anything
         tells = bool(np.count_nonzero(cut[:ELEMENTS]) >= FEWEST)
         results = self._results(rank, key, state)
         for index, result in results.items():
             written = factor(now, result, tolerance)
             if written is not None and (tells or near(written, 1.0, 1e-3 * tolerance)):
-                return Explanation(WRITTEN, 1.0, {(rank, index): written}, now)
+                return GradChange(
+                    WRITTEN,
+                    1.0,
+                    {(rank, index): written},
+                    now,
+                )
         multiplied = factor(cut, then, tolerance)
         if multiplied is not None and (tells or not results):
             scaled = {source: c * multiplied for source, c in state.coefficients.items()}
-            return Explanation(FACTOR, multiplied, scaled if inside else state.coefficients, now)
-        return Explanation(EDITED, 1.0, {(rank, UNKNOWN): 1.0}, now)
+            return GradChange(
+                FACTOR,
+                multiplied,
+                scaled if inside else state.coefficients,
+                now,
+            )
+        return GradChange(
+            EDITED,
+            1.0,
+            {(rank, UNKNOWN): 1.0},
+            now,
+        )
 
     def _results(self, rank: int, key: int, state: State) -> dict[int, Vector]:
         """Return what `torch.autograd.grad` gave for a parameter after the last pass that stands in
@@ -508,11 +551,11 @@ class Replay:
         index = self.number_of_passes
         last = self.passes.get(self.number_of_passes - 1)
         self.number_of_passes += 1
-        self.passes[index] = Seen(records)
+        self.passes[index] = BackwardPass(records)
         self._note_alike(records)
         # all ranks are measured before any is changed: a reduction is a sum over them
         explained = [
-            self._explain_all(rank, settled(record.was), inside=True)
+            self._explain_all(rank, arrays_only(record.was), inside=True)
             for rank, record in enumerate(records)
         ]
         for rank, ones in enumerate(explained):
@@ -527,17 +570,25 @@ class Replay:
         seen.reduced = seen.reduced or seen.by_hooks
         # hundreds of windows are kept: what arrived is in the states now, and only where it arrived
         # is asked for
-        self.passes[index].records = [replace(record, was={}, now={}, raw={}) for record in records]
+        self.passes[index].records = [
+            replace(
+                record,
+                was={},
+                now={},
+                raw={},
+            )
+            for record in records
+        ]
         return index
 
     def _note_alike(self, records: Sequence[PassRecord]) -> None:
         """Note whether the same arrived on all ranks."""
-        own, *others = (settled(record.now) for record in records)
+        own, *others = (arrays_only(record.now) for record in records)
         is_plain = not any(record.shards or record.hooked for record in records)
         if others and is_plain and any(map(size, own.values())):
             self.alike[all(_are_equal(own, one) for one in others)] += 1
 
-    def _set_states(self, rank: int, explained: Mapping[int, Explanation]) -> None:
+    def _set_states(self, rank: int, explained: Mapping[int, GradChange]) -> None:
         """Set what stands in each `.grad` before a pass."""
         states = self._states[rank]
         self._discard(rank, [key for key, one in explained.items() if one.event == RESET])
@@ -547,7 +598,7 @@ class Replay:
     def _take_arrivals(self, rank: int, index: int, record: PassRecord) -> None:
         """Take what has arrived in a pass of a rank."""
         if record.by_hand:
-            self._arrived[rank, index] = settled(record.now)
+            self._arrived[rank, index] = arrays_only(record.now)
             return
         fresh = [key for key, before in record.arrivals.items() if before == NONE]
         self._discard(rank, fresh)
@@ -561,7 +612,7 @@ class Replay:
         """Return whether the program's hooks have reduced a pass: on all ranks the same arrived, and
         it was not the same before the hooks.
         """
-        first, *others = (settled(record.raw) for record in records)
+        first, *others = (arrays_only(record.raw) for record in records)
         keys = set.intersection(*map(set, (first, *others)))
         own, *arrived = (self._arrived.get((rank, index), {}) for rank in range(self.ranks))
         if not others or not keys or not all(keys <= one.keys() for one in (own, *arrived)):
@@ -583,7 +634,7 @@ class Replay:
         states = self._states[rank]
         made = dict[Any, tuple[Coefficients, Coefficients]]()
         self.passes[index].reduced = self.passes[index].reduced or bool(record.shards)
-        for keys, now, then in self._together(rank, settled(record.now)):
+        for keys, now, then in self._together(rank, arrays_only(record.now)):
             if not np.isfinite(now).all():
                 self._not_finite.add(index)
             with np.errstate(invalid="ignore"):
@@ -665,7 +716,7 @@ class Replay:
         first = steps[0]
         optimizer = first.optimizer
         before = self.last.get(optimizer, 0)
-        found = self._explain_all(0, settled(first.gradients), inside=False)
+        found = self._explain_all(0, arrays_only(first.gradients), inside=False)
         is_reduced = any(one.event == REDUCED for one in found.values())
         self.of_rank |= self._unequal([step.values for step in steps])
         unequal = self._unequal([step.gradients for step in steps])
@@ -704,7 +755,7 @@ class Replay:
         return window
 
     def _arrived_in_all(
-        self, passes: Mapping[int, Seen], keys: Iterable[int]
+        self, passes: Mapping[int, BackwardPass], keys: Iterable[int]
     ) -> Mapping[int, Vector]:
         """Return the sum of what has arrived at parameters in some passes."""
         sums = dict[int, Vector]()
@@ -717,7 +768,7 @@ class Replay:
         return sums
 
     def _misplaced(
-        self, passes: Mapping[int, Seen], found: Mapping[int, Explanation]
+        self, passes: Mapping[int, BackwardPass], found: Mapping[int, GradChange]
     ) -> Mapping[int, int]:
         """Return the parameters whose `.grad` is what has arrived at another one in all passes.
 
@@ -742,7 +793,7 @@ class Replay:
         of = self._copies
         return replace(step, gradients={of.get(key, key): g for key, g in step.gradients.items()})
 
-    def _unite_edited(self, found: Mapping[int, Explanation], unequal: Collection[int]) -> None:
+    def _unite_edited(self, found: Mapping[int, GradChange], unequal: Collection[int]) -> None:
         """Take what is alike on all ranks for reduced, where an edit is all that is seen.
 
         It was compressed to less than 16 bits, or to a matrix of low rank.
@@ -754,8 +805,8 @@ class Replay:
                 states[key] = states[key]._replace(coefficients=united)
 
     def _replaced(
-        self, found: Mapping[int, Explanation], unwritten: Collection[int]
-    ) -> dict[int, Explanation]:
+        self, found: Mapping[int, GradChange], unwritten: Collection[int]
+    ) -> dict[int, GradChange]:
         """Return the explanations, with what was written or handed over in place of what stood
         there.
         """
@@ -772,7 +823,7 @@ class Replay:
         """Return by which factor all of `.grad` had been multiplied when clipping began."""
         before = {
             key: now
-            for key, now in settled(step.before_clipping).items()
+            for key, now in arrays_only(step.before_clipping).items()
             if self._states[0][key].coefficients
         }
         found = self._explain_all(0, before, inside=False).values()
@@ -797,7 +848,8 @@ class Replay:
                 continue
             given = True
             if any(
-                key in record.arrivals for seen in self.passes.values() for record in seen.records
+                key in record.arrivals
+                for record in chain.from_iterable(seen.records for seen in self.passes.values())
             ):
                 return False
             if key not in self._copies:
@@ -812,7 +864,7 @@ class Replay:
                     return False
                 self._copies[key] = found
         if step.values and given:
-            self._misplaced_copies = self._exchanged(settled(step.values))
+            self._misplaced_copies = self._exchanged(arrays_only(step.values))
         return given
 
     def _exchanged(self, values: Mapping[int, Vector]) -> Mapping[int, int]:
@@ -841,7 +893,7 @@ class Replay:
         Of a shard each has a part of its own.
         """
         found = set[int]()
-        own, *others = map(settled, of_ranks)
+        own, *others = map(arrays_only, of_ranks)
         for other in others:
             for key in own.keys() & other.keys():
                 now, then = alike(own[key], other[key])
@@ -851,7 +903,7 @@ class Replay:
                     found.add(key)
         return found
 
-    def _fill(self, window: StepWindow, found: Mapping[int, Explanation]) -> None:
+    def _fill(self, window: StepWindow, found: Mapping[int, GradChange]) -> None:
         """Set the coefficients, the common factor and the edit of a window."""
         factors = self._factors(found)
         kept = self._coefficients(window, found)
@@ -862,8 +914,14 @@ class Replay:
         keys = [key for key, passes in lost.items() if passes]
         if self._may_be_put_together(window, found, factors, off=off, lost=keys):
             fitted_keys = {key: found[key] for key in keys or found}
-            window.fit = self._fit(window, fitted_keys, {i for key in keys for i in lost[key]})
-            if not off and window.fit and (not window.fit.tells or window.fit.is_of_copies):
+            window.fit = self._fit(
+                window, fitted_keys, set(chain.from_iterable(lost[key] for key in keys))
+            )
+            if (
+                not off
+                and window.fit
+                and (not window.fit.is_identifiable or window.fit.is_of_copies)
+            ):
                 off = list(factors)
         self._set_groups(window, kept)
         fit = self._fit_by_hand(window, found, off)
@@ -875,7 +933,7 @@ class Replay:
         window.coefficients = kept
         _set_edit(window, factors, common, off)
 
-    def _factors(self, found: Mapping[int, Explanation]) -> dict[int, float | None]:
+    def _factors(self, found: Mapping[int, GradChange]) -> dict[int, float | None]:
         """Return by what the `.grad` of each parameter was multiplied after the last pass.
 
         None where it was edited.
@@ -888,7 +946,7 @@ class Replay:
         return factors
 
     def _coefficients(
-        self, window: StepWindow, found: Mapping[int, Explanation]
+        self, window: StepWindow, found: Mapping[int, GradChange]
     ) -> dict[int, Coefficients]:
         """Return of which passes each `.grad` is made, as far as no fit says otherwise."""
         states = self._states[0]
@@ -912,7 +970,7 @@ class Replay:
     def _may_be_put_together(
         self,
         window: StepWindow,
-        found: Mapping[int, Explanation],
+        found: Mapping[int, GradChange],
         factors: Mapping[int, float | None],
         *,
         off: Sequence[int],
@@ -926,11 +984,11 @@ class Replay:
         return not self._is_multiple({key: found[key] for key in factors}, _common(factors))
 
     def _fit_by_hand(
-        self, window: StepWindow, found: Mapping[int, Explanation], off: Sequence[int]
+        self, window: StepWindow, found: Mapping[int, GradChange], off: Sequence[int]
     ) -> Fit | None:
         """Return the fit of a `.grad` that the program has put together, or None."""
         fit = window.fit
-        if fit is None or not fit.is_exact or not fit.tells:
+        if fit is None or not fit.is_exact or not fit.is_identifiable:
             return None
         # an edit within rounding of what was left after a reset is no sum made by hand
         if fit.lost and not fit.is_of_copies:
@@ -946,7 +1004,7 @@ class Replay:
             key: {(0, i): c for i, c in pairs if key in self._arrived[0, i]} for key in fit.keys
         }
 
-    def _still_stands(self, edited: Mapping[int, Explanation]) -> bool:
+    def _still_stands(self, edited: Mapping[int, GradChange]) -> bool:
         """Return whether what stood in some `.grad` is still a part of them, or nothing tells."""
         if not edited:
             return True
@@ -984,7 +1042,7 @@ class Replay:
         own = [one for one in groups if one and one <= window.passes.keys()]
         window.kept_apart = [groups[one] for one in own if not any(one < other for other in own)]
 
-    def _is_multiple(self, found: Mapping[int, Explanation], common: float) -> bool:
+    def _is_multiple(self, found: Mapping[int, GradChange], common: float) -> bool:
         """Return whether each element is the common multiple of what stood there, and that by no
         accident.
 
@@ -1013,7 +1071,7 @@ class Replay:
         )
 
     def _fit(
-        self, window: StepWindow, found: Mapping[int, Explanation], lost: Collection[int]
+        self, window: StepWindow, found: Mapping[int, GradChange], lost: Collection[int]
     ) -> Fit | None:
         """Fit a sum of what arrived in each pass to a `.grad`.
 
@@ -1033,7 +1091,7 @@ class Replay:
         return leak if stands and not near(earlier + max(own), 1.0, 1e-3) else fit
 
     def _fit_of(
-        self, passes: Sequence[int], found: Mapping[int, Explanation], lost: Collection[int]
+        self, passes: Sequence[int], found: Mapping[int, GradChange], lost: Collection[int]
     ) -> Fit | None:
         """Fit a sum of what arrived in some passes to what stood in `.grad`, over some parameters.
 
@@ -1058,7 +1116,11 @@ class Replay:
             return None
         # rounding is relative to each parameter, and to its elements and its projections apart
         of_keys = np.split(arrivals, len(found))
-        parts = [part for one in of_keys for part in np.split(one, [ELEMENTS]) if len(part)]
+        parts = [
+            part
+            for part in chain.from_iterable(np.split(one, [ELEMENTS]) for one in of_keys)
+            if len(part)
+        ]
         scale = np.repeat(
             [float(np.hypot.reduce(np.abs(part).max(0))) for part in parts], list(map(len, parts))
         )
@@ -1082,14 +1144,30 @@ class Replay:
                 # as if it were no noise that the elements average out, but a direction, such as
                 # that of the parameters; and two coefficients may be off in opposite directions
                 bound = 2 * math.sqrt(rows) * left * float(spread.max())
-                return Fit(*of, solution, np.full(number, bound), is_exact=True)
+                return Fit(
+                    *of,
+                    solution,
+                    np.full(number, bound),
+                    is_exact=True,
+                )
         noisy = fitted(arrivals, target)
         if noisy is None:
-            return Fit(*of, np.zeros(number), np.zeros(number), is_exact=True)
+            return Fit(
+                *of,
+                np.zeros(number),
+                np.zeros(number),
+                is_exact=True,
+            )
         solution, residual, spread = noisy
         deviation = np.sqrt((residual * residual).sum() / (len(residual) - number))
         share = float(np.hypot.reduce(residual) / (np.hypot.reduce(target) or 1.0))
-        return Fit(*of, solution, SIGNIFICANT * deviation * spread, is_exact=False, left=share)
+        return Fit(
+            *of,
+            solution,
+            SIGNIFICANT * deviation * spread,
+            is_exact=False,
+            left=share,
+        )
 
     def _leave(self, window: StepWindow, steps: Sequence[StepRecord]) -> None:
         """Set the states that a step leaves behind, and forget what no later step can ask for."""
@@ -1118,7 +1196,11 @@ class Replay:
         standing = list(distinct(window.coefficients.values()))
         for index in window.passes:
             sources = {(rank, index) for rank in range(self.ranks)}
-            if any(abs(c) > 1e-9 for cs in standing for s, c in cs.items() if s in sources):
+            if any(
+                abs(c) > 1e-9
+                for s, c in chain.from_iterable(cs.items() for cs in standing)
+                if s in sources
+            ):
                 self.passes[index].consumers.setdefault(window.optimizer, self.number_of_passes)
         self.last[window.optimizer] = self.number_of_passes
         if window.number != self._call:
@@ -1138,8 +1220,7 @@ class Replay:
         found = distinct([ranked[key].coefficients for ranked in self._states for key in keys])
         return {
             index
-            for coefficients in found
-            for (_, index), c in coefficients.items()
+            for (_, index), c in chain.from_iterable(coefficients.items() for coefficients in found)
             if abs(c) > NEGLIGIBLE
         }
 
@@ -1151,8 +1232,8 @@ class Replay:
         one.
         """
 
-        def is_done(index: int, seen: Seen) -> bool:
-            keys = {key for record in seen.records for key in record.arrivals}
+        def is_done(index: int, seen: BackwardPass) -> bool:
+            keys = set(chain.from_iterable(record.arrivals for record in seen.records))
             return index < self._before_call and all(
                 index < stepped.get(key, 0) - 1 for key in keys
             )

@@ -252,7 +252,13 @@ def _spot(tensor: torch.Tensor) -> _Spot | None:
         return _Spot(dtype, first, number)
     # of a convolution in `channels_last` or of tied weights: a copy of all for 16 elements would
     # take the program's time
-    return _Spot(dtype, first, number, tuple(tensor.shape), tensor.stride())
+    return _Spot(
+        dtype,
+        first,
+        number,
+        tuple(tensor.shape),
+        tensor.stride(),
+    )
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -308,10 +314,15 @@ def _rows_of(found: Sequence[tuple[int, _Spot]]) -> _Rows:
     for row, spot in enumerate(spots):
         if spot.strides:
             where[row] = spot.first + spot.places()
-    return _Rows(indices, where, exist, spots)
+    return _Rows(
+        indices,
+        where,
+        exist,
+        spots,
+    )
 
 
-class Together:
+class BatchedSampler:
     """Reads tensors at once.
 
     Where the elements of those that it reads again and again lie is computed once.
@@ -457,7 +468,13 @@ def _some_elements(tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor.as_strided((count,), (step,))]
     # of a convolution in `channels_last`: the elements have no stride, and a copy of all would take
     # the program's time
-    places = _Spot(None, 0, number, tuple(tensor.shape), tensor.stride()).places()
+    places = _Spot(
+        None,
+        0,
+        number,
+        tuple(tensor.shape),
+        tensor.stride(),
+    ).places()
     first = tensor.storage_offset()
     return [tensor.as_strided((1,), (1,), first + int(place)) for place in places[:count]]
 
@@ -484,7 +501,7 @@ def _taken_elsewhere(tensor: torch.Tensor, *, whole: bool) -> tuple[Raw, int | N
 
 def sample(gradient: torch.Tensor, *, whole: bool) -> Raw:
     """Return linear functions of one gradient."""
-    return Together().taken([gradient], whole=whole)[0][0]
+    return BatchedSampler().taken([gradient], whole=whole)[0][0]
 
 
 Fingerprint = int | Raw

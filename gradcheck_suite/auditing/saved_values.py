@@ -24,7 +24,13 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from gradcheck_suite.auditing import samples
-from gradcheck_suite.auditing.samples import Fingerprint, Together, fingerprint, is_plain, is_same
+from gradcheck_suite.auditing.samples import (
+    BatchedSampler,
+    Fingerprint,
+    fingerprint,
+    is_plain,
+    is_same,
+)
 from gradcheck_suite.auditing.terms import MARK, is_leaf, kind
 from gradcheck_suite.run.functions import nodes_from
 
@@ -136,7 +142,7 @@ def _marks(tensors: Sequence[torch.Tensor]) -> list[Fingerprint]:
         if is_plain(tensor) and tensor.numel() * tensor.element_size() <= MOST_BYTES
     }
     some = [tensor for i, tensor in enumerate(tensors) if i not in whole]
-    sampled = iter(Together().taken(some, whole=False)[0] if some else ())
+    sampled = iter(BatchedSampler().taken(some, whole=False)[0] if some else ())
     return [fingerprint(t) if i in whole else next(sampled) for i, t in enumerate(tensors)]
 
 

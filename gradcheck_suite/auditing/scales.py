@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice, product
+from itertools import chain, islice, product
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from gradcheck_suite.judge.weights import ADDED, MOST_ADDED
 
 
 @dataclass
-class Use:
+class ObjectiveInWindow:
     """One objective in one window, for the run to judge.
 
     Attributes:
@@ -60,7 +60,7 @@ class Use:
     count: str = ""
     own: float = 0.0
     total: float | None = None
-    together: Sequence[Use] = ()
+    together: Sequence[ObjectiveInWindow] = ()
     right: bool = False
 
     @property
@@ -105,7 +105,7 @@ class Use:
 
 
 @dataclass(frozen=True)
-class Scale:
+class WrongScale:
     """A coefficient that is no coefficient of the program's.
 
     Attributes:
@@ -119,7 +119,7 @@ class Scale:
         shown_by: by what the weights of the losses are multiplied where they are shown.
     """
 
-    use: Use
+    use: ObjectiveInWindow
     note: str
     cause: str
     name: str = "wrong-scale"
@@ -128,7 +128,7 @@ class Scale:
     shown_by: float = 1.0
 
 
-def _choose_count(uses: Sequence[Use]) -> None:
+def _choose_count(uses: Sequence[ObjectiveInWindow]) -> None:
     """Choose one way of counting for the whole run: the one that is right most often."""
     names = set.intersection(*(set(use.objective.coefficients) for use in uses))
     first = uses[0]
@@ -152,14 +152,14 @@ def _choose_count(uses: Sequence[Use]) -> None:
         use.right = near(use.own, 1.0, use.objective.tolerance)
 
 
-def _count_together(windows: Sequence[Sequence[Use]]) -> None:
+def _count_together(windows: Sequence[Sequence[ObjectiveInWindow]]) -> None:
     """Add up the coefficients of some objectives in each window: those of (a + b) / 2 are 1
     together.
 
     Where none is right alone, as the terms of label smoothing, each is counted such that they are
     right together in the most windows, else the sum of a window's means.
     """
-    if not any(use.right for several in windows for use in several):
+    if not any(use.right for use in chain.from_iterable(windows)):
         names = [
             set.intersection(*({*use.objective.coefficients} for use in uses))
             for uses in zip(*windows, strict=True)
@@ -180,7 +180,8 @@ def _count_together(windows: Sequence[Sequence[Use]]) -> None:
             )
 
         chosen = max(islice(product(*map(sorted, names)), MOST_CHOICES), key=fits)
-        for several in windows if any(fits(chosen)[:2]) else ():
+        fitting = windows if any(fits(chosen)[:2]) else ()
+        for several in fitting:
             for use, name in zip(several, chosen, strict=True):
                 use.count = name
                 use.own = use.objective.coefficients[name]
@@ -208,14 +209,14 @@ class Run:
         declared_k: the accumulation steps that the user states or the trainer is configured with.
     """
 
-    uses: Sequence[Use]
+    uses: Sequence[ObjectiveInWindow]
     ranks: int
     declared_k: int | None
 
     @cached_property
-    def by_length(self) -> Mapping[int, Sequence[Use]]:
+    def by_length(self) -> Mapping[int, Sequence[ObjectiveInWindow]]:
         """The windows of each number of passes."""
-        found: defaultdict[int, list[Use]] = defaultdict(list)
+        found: defaultdict[int, list[ObjectiveInWindow]] = defaultdict(list)
         for use in self.uses:
             found[use.length].append(use)
         return found
@@ -226,7 +227,7 @@ class Run:
         return max(self.by_length, key=lambda length: (len(self.by_length[length]), length))
 
     @cached_property
-    def right(self) -> Sequence[Use]:
+    def right(self) -> Sequence[ObjectiveInWindow]:
         """The windows of several passes in which C is 1."""
         return [use for use in self.uses if use.right and use.length > 1]
 
@@ -269,7 +270,7 @@ class UseInRun:
         run: all.
     """
 
-    use: Use
+    use: ObjectiveInWindow
     run: Run
 
     @property
@@ -340,14 +341,14 @@ class Reading:
     applies: Callable[[E], bool]
     says: str
 
-    def value(self, use: Use, ranks: int) -> float:
+    def value(self, use: ObjectiveInWindow, ranks: int) -> float:
         """Return the product in a window."""
         found = 1.0
         for name, power in self.factors.items():
             found *= factor_of(name, use.length, ranks, power).value
         return found
 
-    def cause(self, use: Use, ranks: int) -> str:
+    def cause(self, use: ObjectiveInWindow, ranks: int) -> str:
         """Return the cause in the table of faults."""
         name, power = next(iter(self.factors.items()))
         return factor_of(name, use.length, ranks, power).cause
@@ -415,17 +416,19 @@ READINGS = (
 """What a coefficient may be, the surest first."""
 
 
-def _of_own(use: Use) -> float | None:
+def _of_own(use: ObjectiveInWindow) -> float | None:
     return use.own
 
 
-def _of_all(use: Use) -> float | None:
+def _of_all(use: ObjectiveInWindow) -> float | None:
     return use.total
 
 
 def _read(e: E) -> Read | None:
     """Return the first reading that fits, of this objective alone or of all together."""
-    alone_or_together: list[tuple[str, Callable[[Use], float | None]]] = [("", _of_own)]
+    alone_or_together: list[tuple[str, Callable[[ObjectiveInWindow], float | None]]] = [
+        ("", _of_own)
+    ]
     if e.use.total is not None and not e.use.others:
         alone_or_together.append((" (all losses together)", _of_all))
     applying = [one for one in READINGS if one.applies(e)]
@@ -437,7 +440,7 @@ def _read(e: E) -> Read | None:
 
 
 def _fitting(
-    e: E, reading: Reading, what: str, coefficient: Callable[[Use], float | None]
+    e: E, reading: Reading, what: str, coefficient: Callable[[ObjectiveInWindow], float | None]
 ) -> Read | None:
     """Return a reading where the coefficient of the window is its number."""
     use = e.use
@@ -456,10 +459,17 @@ def _fitting(
     are_divided = bool(what) and any(map(_has_its_share, use.together))
     is_unclear = bool(use.others) or changes or are_divided or _may_be_own(e, cause, what)
     why = reading.says.format(r=use.length, ranks=ranks)
-    return Read(reading.value(use, ranks), what, why, cause, len(fitting), is_unclear)
+    return Read(
+        reading.value(use, ranks),
+        what,
+        why,
+        cause,
+        len(fitting),
+        is_unclear,
+    )
 
 
-def _has_its_share(use: Use) -> bool:
+def _has_its_share(use: ObjectiveInWindow) -> bool:
     """Return whether each micro-batch is seen to have its share of the window: then that several
     coefficients add up to its length is chance.
     """
@@ -480,7 +490,7 @@ def _may_be_own(e: E, cause: str, what: str) -> bool:
     return (use.is_mean and use.objective.is_divided_by(use.length)) or _may_be_divided(use, what)
 
 
-def _may_be_divided(use: Use, what: str) -> bool:
+def _may_be_divided(use: ObjectiveInWindow, what: str) -> bool:
     """Return whether a division by the window's length may be there, though the weights lack it."""
     r = use.length
     window = use.window
@@ -627,16 +637,31 @@ def _is_same_in_others(e: E) -> bool:
     return any(near(other, e.use.own, e.run.tolerance) for other in _other_lengths(e))
 
 
+def _is_made_a_sum(use: ObjectiveInWindow) -> bool:
+    """Return whether each mean is multiplied by its number of rows or of elements, as YOLOv5's are.
+
+    Such a loss is one of a batch of any size: the window's gradient is that of all its rows together.
+    """
+    for part in use.objective.parts:
+        own = (part.term.rows, part.term.counts.get("elements"))
+        if not any(factor > 1 and factor in own for factor in part.term.factors):
+            return False
+    return True
+
+
 def _base(e: E) -> float:
     """Return the coefficient that a window would have if it were like those beside it; else 0."""
     run = e.run
+    use = e.use
+    weight = run.uses[0].objective.weight
+    # a sum times a constant weighs the same whatever the window
+    is_constant = near(use.objective.weight, weight, run.tolerance)
+    if is_constant and use.is_mean and all(map(_is_made_a_sum, run.uses)):
+        return 0.0
     if run.right:
         return run.right[0].own
-    use = e.use
-    # a sum times a constant weighs the same whatever the window
-    weight = run.uses[0].objective.weight
-    is_constant = not use.is_mean and near(use.objective.weight, weight, run.tolerance)
-    if is_constant or use.length == run.typical_k or not run.is_steady[run.typical_k]:
+    is_sum = is_constant and not use.is_mean
+    if is_sum or use.length == run.typical_k or not run.is_steady[run.typical_k]:
         return 0.0
     return run.by_length[run.typical_k][0].own
 
@@ -665,7 +690,8 @@ def _is_longer_than_its_divisor(e: E) -> Seen:
     seen = _is_divided_by_other_length(e)
     if not isinstance(seen, ScaleSighting):
         return None
-    passes, whole = e.use.length, seen.numbers["q"]
+    passes = e.use.length
+    whole = seen.numbers["q"]
     is_several = isinstance(whole, int) and passes > whole and passes % whole == 0
     return seen if is_several and whole in e.run.by_length else None
 
@@ -749,7 +775,7 @@ def _denominator(e: E) -> int | None:
     return _divisor(use) if varies else None
 
 
-def _divisor(use: Use) -> int | None:
+def _divisor(use: ObjectiveInWindow) -> int | None:
     """Return one over the weight of an item, where it is a number of about the window's count."""
     weight = use.objective.weight
     divisor = 1 / weight if weight > 0 else 0.0
@@ -761,7 +787,7 @@ FEWEST_COUNTS = 3
 """Counts of windows that may show a rule of their denominators: of two, the same rest may be chance."""
 
 
-def _is_off_by_a_count(uses: Sequence[Use]) -> bool:
+def _is_off_by_a_count(uses: Sequence[ObjectiveInWindow]) -> bool:
     """Return whether each window's denominator is its count and a rest, which is the same in all or
     goes with something else that is counted, such as one target for each row.
     """
@@ -775,7 +801,7 @@ def _is_off_by_a_count(uses: Sequence[Use]) -> bool:
     return any(_is_proportional(rests, counts) for counts in candidates)
 
 
-def _follows_no_count(uses: Sequence[Use]) -> bool:
+def _follows_no_count(uses: Sequence[ObjectiveInWindow]) -> bool:
     """Return whether the denominators change from window to window, and go with nothing that is
     counted, as the count of the window before.
     """
@@ -850,7 +876,9 @@ def _divided_by_numbers(e: E, numbers: Sequence[float]) -> Seen:
     return None
 
 
-def _are_shares(uses: Sequence[Use], factors: Sequence[float], totals: Sequence[float]) -> bool:
+def _are_shares(
+    uses: Sequence[ObjectiveInWindow], factors: Sequence[float], totals: Sequence[float]
+) -> bool:
     """Return whether an item of each window weighs one over a number of it."""
     return all(
         near(use.objective.weight * factor * total, 1.0, max(use.objective.tolerance, 1e-5))
@@ -952,11 +980,22 @@ def _wrong(
     *causes: str,
     called: str = "wrong-scale",
 ) -> Rule[E]:
-    return Rule(name, called, holds, says, causes=causes)
+    return Rule(
+        name,
+        called,
+        holds,
+        says,
+        causes=causes,
+    )
 
 
 def _silent(name: str, holds: Callable[[E], Seen]) -> Rule[E]:
-    return Rule(name, "coefficient", holds, is_silent=True)
+    return Rule(
+        name,
+        "coefficient",
+        holds,
+        is_silent=True,
+    )
 
 
 _LEFT_IN = (
@@ -1109,7 +1148,7 @@ SCALE_RULES: Sequence[Rule[E]] = (
 # Windows that begin or end at the wrong micro-batch.
 
 
-def _as_window(e: E, scale: Scale) -> Scale:
+def _as_window(e: E, scale: WrongScale) -> WrongScale:
     """Name a window that is divided by another one's length as `verify` does."""
     use = e.use
     by_length = e.run.by_length
@@ -1120,7 +1159,9 @@ def _as_window(e: E, scale: Scale) -> Scale:
     return _of_windows(use, scale, e.run.uses)
 
 
-def _as_leak(use: Use, scale: Scale, usual: Sequence[Use]) -> Scale:
+def _as_leak(
+    use: ObjectiveInWindow, scale: WrongScale, usual: Sequence[ObjectiveInWindow]
+) -> WrongScale:
     """Name a window that is longer than whole ones.
 
     What leaks comes beside whole windows, and whole windows follow it: until one does, nothing is
@@ -1134,12 +1175,14 @@ def _as_leak(use: Use, scale: Scale, usual: Sequence[Use]) -> Scale:
     return replace(scale, name=scale.name if is_inside else "tail-leak", cause="")
 
 
-def _loops(use: Use) -> list[Loop | None]:
+def _loops(use: ObjectiveInWindow) -> list[Loop | None]:
     """Return where in its outer loops the program was in each pass."""
     return [seen.records[0].loop for _, seen in sorted(use.window.passes.items())]
 
 
-def _of_windows(use: Use, scale: Scale, uses: Sequence[Use]) -> Scale:
+def _of_windows(
+    use: ObjectiveInWindow, scale: WrongScale, uses: Sequence[ObjectiveInWindow]
+) -> WrongScale:
     """Name a window of another length that begins or ends at the wrong micro-batch."""
     usual = round(use.length * scale.expected / use.own) if use.own else 0
     loops = _loops(use)
@@ -1164,8 +1207,11 @@ def _of_windows(use: Use, scale: Scale, uses: Sequence[Use]) -> Scale:
 
 
 def scales(
-    history: Mapping[Key, list[Use]], ranks: int, declared_k: int | None, notes: Counter[Found]
-) -> list[Scale]:
+    history: Mapping[Key, list[ObjectiveInWindow]],
+    ranks: int,
+    declared_k: int | None,
+    notes: Counter[Found],
+) -> list[WrongScale]:
     """Return the coefficients that follow from how windows are cut up.
 
     Args:
@@ -1174,24 +1220,24 @@ def scales(
         declared_k: the accumulation steps that the user states or the trainer is configured with.
         notes: takes what is worth knowing and no fault.
     """
-    by_window: defaultdict[int, list[Use]] = defaultdict(list)
+    by_window: defaultdict[int, list[ObjectiveInWindow]] = defaultdict(list)
     for uses in history.values():
         _choose_count(uses)
         for use in uses:
             by_window[id(use.window)].append(use)
-    together: defaultdict[tuple[Key, ...], list[list[Use]]] = defaultdict(list)
+    together: defaultdict[tuple[Key, ...], list[list[ObjectiveInWindow]]] = defaultdict(list)
     for several in by_window.values():
         if len(several) > 1 and len({use.length for use in several}) == 1:
             together[tuple(use.objective.key for use in several)].append(several)
     for windows in together.values():
         _count_together(windows)
-    found = list[Scale]()
+    found = list[WrongScale]()
     for uses in history.values():
         found += _of_objective(Run(uses, ranks, declared_k), notes)
     return found
 
 
-def _of_objective(run: Run, notes: Counter[Found]) -> Iterator[Scale]:
+def _of_objective(run: Run, notes: Counter[Found]) -> Iterator[WrongScale]:
     """Yield the faults of one objective, and note what else its windows show."""
     for use in run.uses:
         e = UseInRun(use, run)
@@ -1225,12 +1271,12 @@ def _hidden(e: E, fault: Held[E]) -> Found:
     return _COEFFICIENT.finding(seen)
 
 
-def _scale_of(e: E, fault: Held[E]) -> Scale:
+def _scale_of(e: E, fault: Held[E]) -> WrongScale:
     """Return the fault of a coefficient."""
     seen = fault.seen
     assert isinstance(seen, ScaleSighting)
     cause = next(iter((*fault.rule.causes, *seen.causes)), "")
-    return Scale(
+    return WrongScale(
         e.use,
         fault.rule.says.format(**seen.numbers),
         cause,

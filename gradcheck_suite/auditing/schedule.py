@@ -83,7 +83,8 @@ class Schedule:
         if self._lengths[length] > self._lengths[self._usual]:
             self._usual = length
         if length != self._usual:
-            self._odd, period = self._windows, self._windows - self._odd
+            period = self._windows - self._odd
+            self._odd = self._windows
             self._expected = self._windows + period if period > RECENT else 0
 
     def after(self, optimizer: int, passes: int, spent: float, *, was_full: bool) -> bool:

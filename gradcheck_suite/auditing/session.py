@@ -17,7 +17,7 @@ from dataclasses import replace
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from gradcheck_suite.auditing.places import here
+from gradcheck_suite.auditing.places import current_place
 from gradcheck_suite.auditing.standard_error import StandardError
 from gradcheck_suite.auditing.stopping import StoppedOnViolation, Terminated, in_words
 from gradcheck_suite.auditing.told import tell
@@ -130,7 +130,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
     ) -> None:
         self.options = (options or AuditOptions()).replace(**fields)
         self.quiet = quiet
-        self._name = name or here().line
+        self._name = name or current_place().line
         self._torch: context.TorchAudit | None = None
         self._jax: JaxAudit | None = None
         self._failed: list[str] = []
@@ -204,7 +204,12 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         from gradcheck_suite.auditing.jax.run import JaxAudit
 
         if self._jax is None:
-            self._jax = JaxAudit(self.options, self._name, self._tell, self._remark)
+            self._jax = JaxAudit(
+                self.options,
+                self._name,
+                self._tell,
+                self._remark,
+            )
             self._jax.open()
 
     def _on_import(self, name: str) -> None:

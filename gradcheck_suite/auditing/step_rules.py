@@ -7,10 +7,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 
-from gradcheck_suite.auditing.replay import Seen, StepWindow
+from gradcheck_suite.auditing.replay import BackwardPass, StepWindow
 from gradcheck_suite.auditing.rules import Need, Rule, Sighting
 from gradcheck_suite.auditing.vectors import size
 
@@ -34,7 +35,7 @@ class StepEvidence:
 
     window: StepWindow
     last: StepWindow | None
-    since: Sequence[Seen]
+    since: Sequence[BackwardPass]
     has_unseen: bool
     is_stepped: Callable[[Collection[int]], bool]
     given: int | None = None
@@ -61,7 +62,7 @@ class StepEvidence:
     @cached_property
     def reached(self) -> Collection[int]:
         """The parameters that passes have reached since the step before."""
-        return {key for seen in self.since for key in seen.records[0].arrivals}
+        return set(chain.from_iterable(seen.records[0].arrivals for seen in self.since))
 
     @cached_property
     def is_replaced(self) -> bool:

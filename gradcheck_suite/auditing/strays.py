@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from gradcheck_suite.auditing.events import PassRecord, StepRecord
-from gradcheck_suite.auditing.places import Place, living
-from gradcheck_suite.auditing.recorder import Known
+from gradcheck_suite.auditing.places import Place, live_instances
+from gradcheck_suite.auditing.recorder import TrackedParameter
 from gradcheck_suite.core.findings import Found, finding
 from gradcheck_suite.core.text import counted, listed
 
@@ -27,7 +27,7 @@ class Strays:
         found: key of a parameter that is in no optimizer -> where a gradient first arrived at it.
     """
 
-    def __init__(self, parameters: Mapping[int, Known]) -> None:
+    def __init__(self, parameters: Mapping[int, TrackedParameter]) -> None:
         self.found: dict[int, Place] = {}
         self._parameters = parameters
         self._reached: dict[int, Place] = {}
@@ -62,7 +62,7 @@ class Strays:
         # a search through all objects, once for each parameter that no step has shown
         of_optimizers = {
             id(parameter)
-            for optimizer in living(torch.optim.Optimizer)
+            for optimizer in live_instances(torch.optim.Optimizer)
             for group in optimizer.param_groups
             for parameter in group["params"]
         }

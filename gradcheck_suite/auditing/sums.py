@@ -8,7 +8,7 @@ import ast
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from typing import Literal
 
 import numpy as np
@@ -37,8 +37,8 @@ from gradcheck_suite.auditing.replay import (
     EARLIER,
     NEGLIGIBLE,
     UNKNOWN,
+    BackwardPass,
     Fit,
-    Seen,
     Source,
     StepWindow,
     near,
@@ -126,7 +126,7 @@ def _is_moved_by_another(e: E) -> bool:
         return False
     *before, last = e.required
     window = e.window
-    steps = [at for j in before for at in _other_steps(window, e.indices[j])]
+    steps = list(chain.from_iterable(_other_steps(window, e.indices[j]) for j in before))
     between = any(at <= e.indices[last] for at in steps)
     return between and bool(e.in_sum[before].any())
 
@@ -284,7 +284,7 @@ def _is_hidden(fit: Fit) -> bool:
 def _are_copies(e: E) -> bool:
     """Return whether passes that were reset are in `.grad`, as the program has kept copies."""
     fit = _edited(e)
-    return fit is not None and fit.tells and bool(fit.lost) and fit.is_of_copies
+    return fit is not None and fit.is_identifiable and bool(fit.lost) and fit.is_of_copies
 
 
 def _is_of_copies(e: E) -> bool:
@@ -303,7 +303,7 @@ def _is_like_by_chance(e: E) -> bool:
 def _is_covered(e: E) -> bool:
     """Return whether something else covers what an edited `.grad` has of the passes."""
     fit = _edited(e)
-    if fit is None or not e.lost or not fit.tells:
+    if fit is None or not e.lost or not fit.is_identifiable:
         return False
     return fit.is_blank or (_is_hidden(fit) and not fit.is_plausible)
 
@@ -311,7 +311,7 @@ def _is_covered(e: E) -> bool:
 def _is_too_small(e: E) -> bool:
     """Return whether an edited `.grad` has too few elements to tell its passes apart."""
     fit = _edited(e)
-    return fit is not None and bool(e.lost) and not fit.tells
+    return fit is not None and bool(e.lost) and not fit.is_identifiable
 
 
 _UNLIKE = (
@@ -335,7 +335,7 @@ TOLD_APART = (LIKENESS, UNCOVERED, ENOUGH_ELEMENTS)
 
 def _is_unknown(e: E) -> bool:
     """Return whether something that no event explains stands in `.grad`."""
-    return any(index == UNKNOWN for one in e.sums for _, index in one)
+    return any(index == UNKNOWN for _, index in chain.from_iterable(e.sums))
 
 
 def _is_clipped_between(e: E) -> Found:
@@ -434,7 +434,7 @@ Items = Sequence[tuple[float, float]]
 
 
 def _mass(passes: Sequence[Items]) -> float:
-    return sum(weight * count for items in passes for weight, count in items)
+    return sum(weight * count for weight, count in chain.from_iterable(passes))
 
 
 def _of_first_point(
@@ -571,7 +571,7 @@ def _is_whole_mean_after_leaving(e: E) -> bool:
     leaves = change is not None and change.line is not None and is_skipped(change.line)
     if not leaves and not is_tried(e.pass_of(max(e.lost)).site):
         return False
-    return weigh_one(e.window, used_of(e.window))
+    return weigh_one(e.window, pass_coefficients(e.window))
 
 
 def _is_cut_off(e: E) -> Found:
@@ -770,7 +770,13 @@ def _edits(e: E) -> Change | None:
     """Return where `.grad` may have been edited between the passes."""
     if len(e.required) < 2:
         return None
-    return _between(e, e.required[0], e.record(e.required[-1]), is_edit, "edit")
+    return _between(
+        e,
+        e.required[0],
+        e.record(e.required[-1]),
+        is_edit,
+        "edit",
+    )
 
 
 def _is_clipping(e: E) -> bool:
@@ -778,7 +784,13 @@ def _is_clipping(e: E) -> bool:
     edits = _edits(e)
     if edits is None:
         return False
-    clips = _between(e, e.required[0], e.record(e.required[-1]), is_clipping, "edit")
+    clips = _between(
+        e,
+        e.required[0],
+        e.record(e.required[-1]),
+        is_clipping,
+        "edit",
+    )
     return clips is not None and edits.lines == clips.lines
 
 
@@ -792,7 +804,13 @@ def _between(
     before = e.record(first)
     same_loop = before.loop is not None and before.loop == after.loop
     step = e.window.step.place
-    lines = lines_between(is_one, before.place, after.place, step, same_loop=same_loop)
+    lines = lines_between(
+        is_one,
+        before.place,
+        after.place,
+        step,
+        same_loop=same_loop,
+    )
     return Change(what, lines) if 0 < len(lines) <= MOST_LINES else None
 
 
@@ -808,20 +826,20 @@ def weigh_one(window: StepWindow, coefficients: Mapping[Source, float]) -> bool:
     return any(near(abs(weight), window.step.scale or 1.0, 1e-2) for weight in weights.values())
 
 
-def items_of(seen: Seen) -> list[tuple[float, float]]:
+def items_of(seen: BackwardPass) -> list[tuple[float, float]]:
     """Return the weight of an item and the number of items of each term of a pass."""
-    terms = [term for record in seen.records for term in record.terms]
+    terms = list(chain.from_iterable(record.terms for record in seen.records))
     return [(abs(term.weight or 0.0), term.counts.get(term.own, 0.0)) for term in terms]
 
 
-def used_of(window: StepWindow) -> dict[Source, float]:
+def pass_coefficients(window: StepWindow) -> dict[Source, float]:
     """Return the coefficient of each pass, the factor of the program's own hooks on parameters
     included.
     """
     found: dict[Source, float] = {}
     for index, seen in window.passes.items():
         for rank, record in enumerate(seen.records):
-            coefficient = window.of_pass((rank, index))
+            coefficient = window.coefficient_of((rank, index))
             if coefficient is not None:
                 found[rank, index] = coefficient * _of_hooks(record, window.keys)
     return found
@@ -851,15 +869,35 @@ _DROPPED = "some backward passes of the window are not in the gradient"
 
 
 def _clipped(name: str, holds: Callable[[E], Found], needs: Sequence[Need[E]] = ()) -> Rule[E]:
-    return Rule(name, "clipped", holds, _CLIPPED, needs, causes=("in-audit",))
+    return Rule(
+        name,
+        "clipped",
+        holds,
+        _CLIPPED,
+        needs,
+        causes=("in-audit",),
+    )
 
 
 def _rescaled(name: str, holds: Callable[[E], Found], needs: Sequence[Need[E]] = ()) -> Rule[E]:
-    return Rule(name, "rescaled-accumulator", holds, _REPEATED_RESCALING, needs)
+    return Rule(
+        name,
+        "rescaled-accumulator",
+        holds,
+        _REPEATED_RESCALING,
+        needs,
+    )
 
 
 def _changed(name: str, holds: Callable[[E], Found], needs: Sequence[Need[E]] = ()) -> Rule[E]:
-    return Rule(name, "not-linear", holds, _CHANGED, needs, causes=("between-passes",))
+    return Rule(
+        name,
+        "not-linear",
+        holds,
+        _CHANGED,
+        needs,
+        causes=("between-passes",),
+    )
 
 
 ALL_RESET = Rule[E](

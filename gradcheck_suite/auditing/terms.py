@@ -338,7 +338,7 @@ def _by(name: str, number: torch.Tensor | float) -> float:
 
 
 @dataclass
-class _Found:
+class _PendingTerm:
     """A term while its backward runs, and until its numbers are read.
 
     Attributes:
@@ -511,10 +511,10 @@ def _copied(number: torch.Tensor) -> Raw:
     return number.detach().reshape(1).to(torch.float64, copy=True)
 
 
-def _declared(count: float | torch.Tensor, reduction: str, above: Numbers) -> _Found:
+def _declared(count: float | torch.Tensor, reduction: str, above: Numbers) -> _PendingTerm:
     """Return a term of which the program has declared what it counts."""
     counts: dict[str, Any] = {"counted": count}
-    return _Found(Term(("declared",), counts=counts, mean=reduction == "mean"), above=above)
+    return _PendingTerm(Term(("declared",), counts=counts, mean=reduction == "mean"), above=above)
 
 
 def _why_no_multiple(node: Any, name: str, inputs: Sequence[Edge]) -> str | None:
@@ -527,7 +527,7 @@ def _why_no_multiple(node: Any, name: str, inputs: Sequence[Edge]) -> str | None
     return None
 
 
-PendingTerm = _Found
+PendingTerm = _PendingTerm
 """A term whose numbers may still lie on a device."""
 
 
@@ -574,7 +574,12 @@ class _Weights:
     def of(read: Vector) -> _Weights:
         """Return the four numbers, once they were read."""
         number, total, largest, smallest = read.tolist()
-        return _Weights(number, total, largest, smallest if number else 0.0)
+        return _Weights(
+            number,
+            total,
+            largest,
+            smallest if number else 0.0,
+        )
 
 
 def _rows_with_weight(rows: torch.Tensor) -> torch.Tensor:
@@ -607,7 +612,7 @@ class Reader:
     """
 
     def __init__(self) -> None:
-        self.found: list[_Found] = []
+        self.found: list[_PendingTerm] = []
         self.error: Exception | None = None
         self._handles: list[Any] = []
         self._visited: set[Edge] = set()
@@ -640,8 +645,15 @@ class Reader:
 
     def _vector(self, node: Any, index: int, above: Numbers) -> None:
         """Read a tensor of several elements that goes backward with a gradient that was given."""
-        found = _Found(Term(("given",), counts={"elements": elements(node, index)}), above=above)
-        self._items(found, node, index, weighted=False)
+        found = _PendingTerm(
+            Term(("given",), counts={"elements": elements(node, index)}), above=above
+        )
+        self._items(
+            found,
+            node,
+            index,
+            weighted=False,
+        )
         self._add(found, node, index)
 
     def _scalar(self, node: Any, index: int, above: Numbers) -> None:
@@ -736,8 +748,9 @@ class Reader:
         term = Term(
             (name,), counts={"elements": elements(*below)}, mean=node._saved_reduction == MEAN
         )
-        found = _Found(term, above=above)
+        found = _PendingTerm(term, above=above)
         shape = _shape(*below) or (1,)
+        term.rows = shape[0]
         if not term.mean:
             term.counts["rows"] = shape[0]
         if name in OF_ROWS:
@@ -745,7 +758,13 @@ class Reader:
         if name.startswith("Nll"):
             term.counts["elements"] /= shape[1] if len(shape) > 1 else max(shape[0], 1)
             if _is_packed(node, "total_weight"):
-                self._hook(node, found, "rows", 0, of_inputs=True)
+                self._hook(
+                    node,
+                    found,
+                    "rows",
+                    0,
+                    of_inputs=True,
+                )
             else:
                 found.seen["total_weight"] = node._saved_total_weight.detach()
         self._add(found, node, index)
@@ -763,7 +782,7 @@ class Reader:
             )
         if losses and linear and self._are_made_of_scalars(losses, above, opaque=True):
             return None
-        found = _Found(
+        found = _PendingTerm(
             Term((name,), counts={"elements": elements(*below)}, mean=name == "Mean"), above=above
         )
         found.term.of_parameters = _of_parameters((node, index))
@@ -771,7 +790,7 @@ class Reader:
         self._add(found, node, index)
         return self._items(found, *below, weighted=name not in ("Sum", "Mean"))
 
-    def _items(self, found: _Found, node: Any, index: int, *, weighted: bool) -> None:
+    def _items(self, found: _PendingTerm, node: Any, index: int, *, weighted: bool) -> None:
         """Go down from a reduced tensor to the first node that is no linear function of one tensor:
         the items.
         """
@@ -805,8 +824,10 @@ class Reader:
             *term.expression,
             "parameter" if term.of_parameters and is_leaf(node) else name,
         )
-        if (shape := _shape(node, index)) and not term.mean:
-            term.counts["rows"] = shape[0]
+        if shape := _shape(node, index):
+            term.rows = shape[0]
+            if not term.mean:
+                term.counts["rows"] = shape[0]
         if (valid := _valid(node)) is not None:
             found.seen["valid"] = valid
         if weighted:
@@ -817,9 +838,9 @@ class Reader:
             (kind(node),), counts={"elements": 1}, of_parameters=_of_parameters((node, index))
         )
         term.opaque = None if term.of_parameters else why
-        self._add(_Found(term, above=above), node, index)
+        self._add(_PendingTerm(term, above=above), node, index)
 
-    def _add(self, found: _Found, node: Any, index: int) -> None:
+    def _add(self, found: _PendingTerm, node: Any, index: int) -> None:
         found.node = node
         found.has_dimension = bool(_shape(node, index))
         found.term.line = _line_of(node)
@@ -827,7 +848,7 @@ class Reader:
         self._hook(node, found, "arrived", index)
 
     def _hook(
-        self, node: Any, found: _Found, name: str, index: int, *, of_inputs: bool = False
+        self, node: Any, found: _PendingTerm, name: str, index: int, *, of_inputs: bool = False
     ) -> None:
         def hook(*gradients: Sequence[torch.Tensor | None]) -> None:
             try:
@@ -870,7 +891,8 @@ def is_leaf(node: Any) -> bool:
 
 with torch.inference_mode(False), torch.enable_grad():
     _joined: Any = torch.cat([torch.zeros(1, requires_grad=True)]).grad_fn
-_LEAF, _CAT = type(_joined.next_functions[0][0]), type(_joined)
+_LEAF = type(_joined.next_functions[0][0])
+_CAT = type(_joined)
 """The classes of the nodes of a leaf and of `cat`: to ask a node for its name is a call into autograd."""
 
 

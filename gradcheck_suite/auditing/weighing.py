@@ -8,15 +8,16 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import numpy as np
 
 from gradcheck_suite.auditing import weights as reading_weights
 from gradcheck_suite.auditing.events import PassRecord
 from gradcheck_suite.auditing.places import Place
-from gradcheck_suite.auditing.replay import Seen, Source, StepWindow, near
+from gradcheck_suite.auditing.replay import BackwardPass, Source, StepWindow, near
 from gradcheck_suite.auditing.rules import Change, Rule, Sighting, StepFault, decide
-from gradcheck_suite.auditing.scales import Scale, Use, scales
+from gradcheck_suite.auditing.scales import ObjectiveInWindow, WrongScale, scales
 from gradcheck_suite.auditing.weights import (
     ACROSS_SITES,
     MEAN_OF_MEANS,
@@ -45,7 +46,7 @@ DECLARE = (
 
 
 @dataclass(frozen=True)
-class Pending:
+class WindowReadings:
     """A window whose weights are judged with those of the others.
 
     Attributes:
@@ -64,7 +65,7 @@ class Pending:
     coefficients: Mapping[Source, float]
     readings: Sequence[Reading]
     factor: float
-    kept: Sequence[Pending] = ()
+    kept: Sequence[WindowReadings] = ()
     scaled: bool = True
 
     @property
@@ -92,7 +93,8 @@ class Pending:
         a weight; else 1.
         """
         part = found[0].parts[0]
-        factor = part.coefficient * (self.window.step.scale or 1.0) / self.coefficients[part.source]
+        scale = self.window.step.scale or 1.0
+        factor = part.coefficient * scale / self.coefficients[part.source]
         return float(f"{factor:.6g}")
 
 
@@ -102,7 +104,7 @@ United = dict[tuple[str, str | None], Repeated]
 
 
 @dataclass
-class Weighed:
+class WeightVerdict:
     """What the weights of an optimizer's windows showed.
 
     Attributes:
@@ -125,12 +127,12 @@ class Weighed:
 
 @np.errstate(all="ignore")  # weights may be infinite, and the script's output stays what it was
 def judge_weights(
-    pending: Sequence[Pending],
+    pending: Sequence[WindowReadings],
     typical_k: int | None,
     declared_k: int | None,
     ranks: int,
     name_of: Callable[[int], str | None],
-) -> Weighed:
+) -> WeightVerdict:
     """Judge the weights of the windows of one optimizer.
 
     Args:
@@ -140,7 +142,7 @@ def judge_weights(
         ranks: number of ranks.
         name_of: the name of a parameter.
     """
-    result = Weighed()
+    result = WeightVerdict()
     found_in = _objectives(pending, (typical_k, ranks))
     uses = Uses()
     for one, found in zip(pending, found_in, strict=True):
@@ -151,7 +153,7 @@ def judge_weights(
             result.steps.add(one.window.number)
         for use in _uses(one, found):
             uses.take(use, result.notes, is_scaled=one.scaled)
-    shown = {objective.key for found in found_in for objective in found if objective.right()}
+    shown = {objective.key for objective in chain.from_iterable(found_in) if objective.right()}
     for key, several in uses.unequal.items():
         unnamed = [use.objective for use in several if use.objective.named is None]
         general = _named(unnamed) if unnamed else None
@@ -171,10 +173,14 @@ class Uses:
         unequal: those whose items have not.
     """
 
-    equal: defaultdict[Key, list[Use]] = field(default_factory=lambda: defaultdict(list))
-    unequal: defaultdict[Key, list[Use]] = field(default_factory=lambda: defaultdict(list))
+    equal: defaultdict[Key, list[ObjectiveInWindow]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    unequal: defaultdict[Key, list[ObjectiveInWindow]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
 
-    def take(self, use: Use, notes: Counter[Found], *, is_scaled: bool) -> None:
+    def take(self, use: ObjectiveInWindow, notes: Counter[Found], *, is_scaled: bool) -> None:
         """Take an objective in a window."""
         objective = use.objective
         if objective.status == UNEQUAL and _is_coefficient(use):
@@ -187,12 +193,12 @@ class Uses:
 
 
 def _objectives(
-    pending: Sequence[Pending], divisors: Sequence[int | None]
+    pending: Sequence[WindowReadings], divisors: Sequence[int | None]
 ) -> list[list[Objective]]:
     """Return the objectives of each window, as the windows together show them."""
     modes = reading_weights.best_modes([one.readings for one in pending])
     found_in = [_objectives_of(one, modes, divisors) for one in pending]
-    across_sites = {o.key for found in found_in for o in found if o.key[2] == ACROSS_SITES}
+    across_sites = {o.key for o in chain.from_iterable(found_in) if o.key[2] == ACROSS_SITES}
     # clipping makes no two windows right
     right = Counter(
         one.taken_out(found)
@@ -205,7 +211,7 @@ def _objectives(
     return [_objectives_of(one, modes, divisors, across_sites, taken_out) for one in pending]
 
 
-def _judge_losses(one: Pending, result: Weighed) -> bool:
+def _judge_losses(one: WindowReadings, result: WeightVerdict) -> bool:
     """Judge losses whose weights say nothing, such as one that goes backward twice.
 
     Return whether there are some.
@@ -220,7 +226,7 @@ def _judge_losses(one: Pending, result: Weighed) -> bool:
 
 
 def _objectives_of(
-    one: Pending,
+    one: WindowReadings,
     modes: Mapping[Key, Sequence[str]],
     divisors: Sequence[int | None],
     across_sites: Collection[Key] = frozenset(),
@@ -242,7 +248,7 @@ def _objectives_of(
     # together, or one over the number of ranks, they were divided twice; any other factor may be
     # clipping, which is no weight
     shares = {1 / (divisor or one.length) for divisor in (one.length, *divisors)} - {1.0}
-    totals = {total for objective in found[0] for total in objective.coefficients.values()}
+    totals = set(chain.from_iterable(objective.coefficients.values() for objective in found[0]))
     is_part = any(near(one.factor, share, 1e-5) for share in shares.union(taken_out))
     is_divided_again = any(near(total, share, 1e-5) for total in totals for share in shares)
     takes_out = len(found) > 1 and any(map(_weighs_one, found[0]))
@@ -264,18 +270,18 @@ def _are_right(found: Sequence[Objective]) -> bool:
     return bool(found) and all(objective.right() for objective in found)
 
 
-def _repeated_terms(one: Pending) -> list[tuple[int, int]]:
+def _repeated_terms(one: WindowReadings) -> list[tuple[int, int]]:
     """Return of each pass how many of its terms have gone backward before, and how many it has."""
     found = [one.window.passes[index].records[rank].terms for rank, index in one.coefficients]
     return [(sum(term.repeated for term in terms), len(terms)) for terms in found if terms]
 
 
-def _is_running_sum(one: Pending) -> bool:
+def _is_running_sum(one: WindowReadings) -> bool:
     """Ask whether earlier losses go backward with new ones."""
     return any(0 < times < number for times, number in _repeated_terms(one))
 
 
-def _is_repeated(one: Pending) -> bool:
+def _is_repeated(one: WindowReadings) -> bool:
     """Ask whether losses go backward more than once."""
     return any(times for times, _ in _repeated_terms(one))
 
@@ -286,7 +292,7 @@ PARTIAL = (
 )
 
 
-def _has_unequal_replays(one: Pending) -> Sighting | None:
+def _has_unequal_replays(one: WindowReadings) -> Sighting | None:
     """Ask whether one loss over cached items weighs another number in each pass.
 
     Each pass has the whole loss, and lets the gradient through to its own items: these weigh what
@@ -309,8 +315,8 @@ def _has_unequal_replays(one: Pending) -> Sighting | None:
     return None
 
 
-OF_LOSSES: Sequence[Rule[Pending]] = (
-    Rule[Pending](
+OF_LOSSES: Sequence[Rule[WindowReadings]] = (
+    Rule[WindowReadings](
         "running sum",
         "repeated-micro-batch",
         _is_running_sum,
@@ -318,14 +324,14 @@ OF_LOSSES: Sequence[Rule[Pending]] = (
         " backward each time",
         before=("repeated", "unequal replays"),
     ),
-    Rule[Pending](
+    Rule[WindowReadings](
         "repeated",
         "repeated-micro-batch",
         _is_repeated,
         "a loss goes backward more than once in the window",
         before=("unequal replays",),
     ),
-    Rule[Pending](
+    Rule[WindowReadings](
         "unequal replays",
         "unrecognised-weights",
         _has_unequal_replays,
@@ -336,7 +342,7 @@ OF_LOSSES: Sequence[Rule[Pending]] = (
 """What the losses of a window show that have no weights to be compared."""
 
 
-def read_joined(passes: Mapping[int, Seen], sources: Iterable[Source]) -> None:
+def read_joined(passes: Mapping[int, BackwardPass], sources: Iterable[Source]) -> None:
     """Read a term as a sum over items again where the rows that it joins without a gradient are no
     cached items.
 
@@ -360,7 +366,10 @@ def read_joined(passes: Mapping[int, Seen], sources: Iterable[Source]) -> None:
 
 
 def _note_unknown(
-    one: Pending, found: Sequence[Objective], result: Weighed, name_of: Callable[[int], str | None]
+    one: WindowReadings,
+    found: Sequence[Objective],
+    result: WeightVerdict,
+    name_of: Callable[[int], str | None],
 ) -> tuple[bool, bool]:
     """Note what of a window's losses could not be read.
 
@@ -376,16 +385,35 @@ def _note_unknown(
             if term.opaque:
                 remedy = DECLARE if term.expression[0] != "given" else ""
                 place = str(record.place)
-                one_loss = Unknown("weights", place, term.opaque, remedy, name="unreadable-loss")
+                one_loss = Unknown(
+                    "weights",
+                    place,
+                    term.opaque,
+                    remedy,
+                    name="unreadable-loss",
+                )
                 unreadable.add(one_loss)
             elif term.partial:
-                partial.add(Unknown("weights", str(record.place), PARTIAL, name="joined-items"))
+                partial.add(
+                    Unknown(
+                        "weights",
+                        str(record.place),
+                        PARTIAL,
+                        name="joined-items",
+                    )
+                )
     if one.length > 1:
         result.unknown.update(unreadable | partial)
         result.notes.update(_repeated_outside(one, [*records.values()], name_of))
     reason = "the number of terms differs between micro-batches"
     uneven = [
-        Unknown("weights", str(one.place), reason, DECLARE, name="uneven-terms")
+        Unknown(
+            "weights",
+            str(one.place),
+            reason,
+            DECLARE,
+            name="uneven-terms",
+        )
         for one in found
         if one.status == UNEVEN
     ]
@@ -394,7 +422,7 @@ def _note_unknown(
 
 
 def _repeated_outside(
-    one: Pending, records: Sequence[PassRecord], name_of: Callable[[int], str | None]
+    one: WindowReadings, records: Sequence[PassRecord], name_of: Callable[[int], str | None]
 ) -> Iterator[Found]:
     """Yield that parameters outside of cached items get a gradient from each pass over the same
     items.
@@ -414,7 +442,7 @@ def _repeated_outside(
     yield finding("repeated-outside-cache", said, one.window.where, remedy)
 
 
-def _uses(one: Pending, found: Sequence[Objective]) -> Iterator[Use]:
+def _uses(one: WindowReadings, found: Sequence[Objective]) -> Iterator[ObjectiveInWindow]:
     """Yield each objective of a window whose terms can be compared."""
     window = one.window
     site = {
@@ -426,7 +454,7 @@ def _uses(one: Pending, found: Sequence[Objective]) -> Iterator[Use]:
         # the window's length is that of the call sites that this objective comes from
         here = {site[source] for source in sources}
         passes = {source[1] for source in one.coefficients if site[source] in here}
-        yield Use(
+        yield ObjectiveInWindow(
             window,
             objective,
             length=len(passes),
@@ -438,12 +466,14 @@ def _uses(one: Pending, found: Sequence[Objective]) -> Iterator[Use]:
         )
 
 
-def _is_coefficient(use: Use) -> bool:
+def _is_coefficient(use: ObjectiveInWindow) -> bool:
     """Return whether unequal weights are a coefficient that changes: other losses of the same
     passes are right.
     """
     sources = {part.source for part in use.objective.parts}
-    covered = {part.source for o in use.others if len(o.parts) > 1 for part in o.parts}
+    covered = {
+        part.source for part in chain.from_iterable(o.parts for o in use.others if len(o.parts) > 1)
+    }
     return not use.objective.named and (
         covered >= sources or use.objective.parts[0].term.of_parameters
     )
@@ -482,11 +512,17 @@ def place_of_loss(window: StepWindow, where: Place) -> str:
     """
     records = [
         record
-        for seen in window.passes.values()
-        for record in seen.records
+        for record in chain.from_iterable(seen.records for seen in window.passes.values())
         if record.place == where
     ]
-    return next((term.line for record in records for term in record.terms if term.line), str(where))
+    return next(
+        (
+            term.line
+            for term in chain.from_iterable(record.terms for record in records)
+            if term.line
+        ),
+        str(where),
+    )
 
 
 def _rows(objective: Objective, count: str, expected: float) -> tuple[Weight, ...]:
@@ -509,7 +545,7 @@ def _rows(objective: Objective, count: str, expected: float) -> tuple[Weight, ..
     return tuple(rows[:MAX_ROWS])
 
 
-def _of_weights(fault: StepFault, use: Use, rows: tuple[Weight, ...]) -> Violation:
+def _of_weights(fault: StepFault, use: ObjectiveInWindow, rows: tuple[Weight, ...]) -> Violation:
     """Return the violation that a fault of an objective's weights is: at its own line where others
     are right.
     """
@@ -523,7 +559,12 @@ def _of_weights(fault: StepFault, use: Use, rows: tuple[Weight, ...]) -> Violati
     loss = use.objective.line if use.alone else place_of_loss(use.window, use.objective.place)
     change = _division(fault, use, loss)
     violation = violation_of(replace(fault, change=change), use.window, use.objective.place)
-    found = replace(violation, error=error, allowed=allowed, weights=rows)
+    found = replace(
+        violation,
+        error=error,
+        allowed=allowed,
+        weights=rows,
+    )
     return replace(found, loss=loss) if change else replace(found, where=loss)
 
 
@@ -531,17 +572,17 @@ OF_OTHER_LINES = frozenset({"loss-scale", "growing", "begun-anew", "varying", "l
 """Causes of a wrong weight that are at no division of a loss."""
 
 
-def _division(fault: StepFault, use: Use, loss: str) -> Change | None:
+def _division(fault: StepFault, use: ObjectiveInWindow, loss: str) -> Change | None:
     """Return the line that multiplies or divides the loss, where there is one beside the loss's own."""
     if use.alone:
         return None  # others, which are right, may share it
-    lines = {line for part in use.objective.parts for line in part.term.divisions}
+    lines = set(chain.from_iterable(part.term.divisions for part in use.objective.parts))
     if len(lines) != 1 or lines == {loss} or OF_OTHER_LINES & {fault.name, *fault.causes}:
         return None
     return None if fault.name == "tail-leak" else Change("division", [*lines])
 
 
-def _of_unequal(use: Use, general: Diagnosis | None, *, is_shown: bool) -> Violation:
+def _of_unequal(use: ObjectiveInWindow, general: Diagnosis | None, *, is_shown: bool) -> Violation:
     """Return the violation of weights that differ within a window.
 
     Args:
@@ -698,10 +739,15 @@ def _weights(objective: Objective, count: str, empty: Collection[Source] = ()) -
     among them.
     """
     numbers = [part.term.counts.get(count, 0.0) for part in objective.parts]
-    return evidence(objective.parts, objective.weights, numbers, empty=empty)
+    return evidence(
+        objective.parts,
+        objective.weights,
+        numbers,
+        empty=empty,
+    )
 
 
-def _of_scale(scale: Scale) -> Violation:
+def _of_scale(scale: WrongScale) -> Violation:
     """Return the violation of a common weight that follows from how the window is cut up."""
     use = scale.use
     total = use.items or 1.0

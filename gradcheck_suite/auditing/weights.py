@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from gradcheck_suite.auditing.loss_terms import Term
 from gradcheck_suite.auditing.places import Place
-from gradcheck_suite.auditing.replay import Seen, Source, near
+from gradcheck_suite.auditing.replay import BackwardPass, Source, near
 from gradcheck_suite.judge.naming import diagnose, names_nothing
 from gradcheck_suite.judge.weights import Diagnosis, Weights
 
@@ -32,7 +33,7 @@ ACROSS_SITES = "*"
 
 
 @dataclass(frozen=True)
-class Part:
+class LossInWindow:
     """One term of an objective in one pass.
 
     Attributes:
@@ -74,7 +75,7 @@ class Objective:
     """
 
     key: Key
-    parts: Sequence[Part]
+    parts: Sequence[LossInWindow]
     status: str
     coefficients: Mapping[str, float] = field(default_factory=dict)
     weight: float = 0.0
@@ -171,7 +172,7 @@ def with_common_sign(weights: Sequence[float]) -> list[float]:
 
 
 @np.errstate(all="ignore")
-def compare(parts: Sequence[Part], key: Key = ()) -> Objective:
+def compare(parts: Sequence[LossInWindow], key: Key = ()) -> Objective:
     """Compare the terms of one objective: the same weight at some level, else whether counts make
     them unequal.
     """
@@ -192,7 +193,14 @@ def compare(parts: Sequence[Part], key: Key = ()) -> Objective:
         )
         counts = {name: [level[depth][1][name] for level in levels] for name in names}
         if spread(weights) <= tolerance:
-            best = best or Objective(key, parts, EQUAL, {}, weights[0], counts)
+            best = best or Objective(
+                key,
+                parts,
+                EQUAL,
+                {},
+                weights[0],
+                counts,
+            )
             at = "" if best.counts is counts else f"@{depth}"
             found = {name + at: weights[0] * sum(count) for name, count in counts.items()}
             best = replace(best, coefficients={**best.coefficients, **found})
@@ -206,7 +214,7 @@ def compare(parts: Sequence[Part], key: Key = ()) -> Objective:
 
 def _by_counts(
     key: Key,
-    parts: Sequence[Part],
+    parts: Sequence[LossInWindow],
     weights: Sequence[float],
     counts: Mapping[str, Sequence[float]],
     *,
@@ -223,7 +231,12 @@ def _by_counts(
             f"the number of {WORDS[other]}, not of {WORDS[name]}": counts[other]
             for other in sorted(others)
         }
-        w = evidence(parts, weights, count, beside=beside)
+        w = evidence(
+            parts,
+            weights,
+            count,
+            beside=beside,
+        )
         # whatever C is, these weigh C together
         whole = float(w.per_mean.sum()) or 1.0
         named = diagnose(replace(w, observed=w.observed / whole), only=(MEAN_OF_MEANS, WRONG_COUNT))
@@ -232,7 +245,7 @@ def _by_counts(
 
 
 def evidence(
-    parts: Sequence[Part],
+    parts: Sequence[LossInWindow],
     weights: Sequence[float],
     counts: Sequence[float],
     *,
@@ -327,7 +340,13 @@ def _plain(terms: Sequence[Term]) -> Term:
     scaled = [replace(term, weight=(term.weight or 0.0) * term.factor) for term in terms]
     factor = _mass(scaled) / total if total else 1.0
     hides = any(term.hides for term in terms)
-    return replace(first, deeper=(), item=None, factor=factor, hides=hides)
+    return replace(
+        first,
+        deeper=(),
+        item=None,
+        factor=factor,
+        hides=hides,
+    )
 
 
 def _as_chunks(plain: Term, terms: Sequence[Term]) -> Term | None:
@@ -381,7 +400,7 @@ def is_empty(term: Term) -> bool:
 
 
 def read(
-    passes: Mapping[int, Seen],
+    passes: Mapping[int, BackwardPass],
     coefficients: Mapping[Source, float],
     tasks: Mapping[int, str],
     error: float,
@@ -419,16 +438,32 @@ def _in_modes(
             continue
         found[mode] = [
             compare(
-                [Part(s, terms[k], coefficients[s], error) for s, terms in table.items()],
+                [
+                    LossInWindow(
+                        s,
+                        terms[k],
+                        coefficients[s],
+                        error,
+                    )
+                    for s, terms in table.items()
+                ],
                 (*top, mode, k),
             )
             for k in range(*columns)
         ]
         first = found[mode][0]
         if mode == BATCH and first.status == UNEQUAL and first.named is None:
-            every = list[Part]()
+            every = list[LossInWindow]()
             for source, terms in by_pass.items():
-                every += [Part(source, term, coefficients[source], error) for term in terms]
+                every += [
+                    LossInWindow(
+                        source,
+                        term,
+                        coefficients[source],
+                        error,
+                    )
+                    for term in terms
+                ]
             found[mode] = _of_heads(every, first, is_uneven=len(numbers) > 1)
     return found
 
@@ -445,7 +480,9 @@ def _are_of_one_item(terms: Sequence[Term]) -> bool:
     return all(term.counts.get(term.own) == 1 for term in terms)
 
 
-def _of_heads(every: Sequence[Part], first: Objective, *, is_uneven: bool) -> list[Objective]:
+def _of_heads(
+    every: Sequence[LossInWindow], first: Objective, *, is_uneven: bool
+) -> list[Objective]:
     """Return the terms of a batch as heads of a detector, some without items in some passes: each
     may be a mean of its own.
     """
@@ -491,7 +528,7 @@ def _together(several: Sequence[Objective]) -> Objective | None:
     """Return one expression at several places as one objective; None where it is no such one."""
     if len({one.place for one in several}) < 2 or not all(one.parts for one in several):
         return None
-    parts = list[Part]()
+    parts = list[LossInWindow]()
     for one in several:
         parts += one.parts
     if len({part.source for part in parts}) != len(parts):
@@ -506,16 +543,13 @@ def best_modes(readings: Sequence[Sequence[Reading]]) -> dict[Key, list[str]]:
     """
     fits: defaultdict[Key, Counter[str]] = defaultdict(Counter)
     for alternatives in readings:
-        for top in {top for reading in alternatives for top in reading}:
+        for top in set(chain.from_iterable(alternatives)):
             for mode in MODES:
+                found = [reading[top].get(mode, ()) for reading in alternatives if top in reading]
                 costs = [
-                    (
-                        sum(one.cost for one in found) / len(found)
-                        if (found := reading[top].get(mode))
-                        else 5.0
-                    )
-                    for reading in alternatives
-                    if top in reading
+                    sum(one.cost for one in several) / len(several) if several else 5.0
+                    for several in found
                 ]
-                fits[top][mode] += min(costs) + 0.5 * (mode == BATCH)  # type: ignore[assignment]
+                further = 0.5 if mode == BATCH else 0.0
+                fits[top][mode] += min(costs) + further  # type: ignore[assignment]
     return {key: sorted(MODES, key=costs.__getitem__) for key, costs in fits.items()}

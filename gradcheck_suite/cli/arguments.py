@@ -48,7 +48,12 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         words = " ".join(text.split())
-        return textwrap.wrap(words, width, break_long_words=False, break_on_hyphens=False)
+        return textwrap.wrap(
+            words,
+            width,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
 
 
 class Parser(argparse.ArgumentParser):
@@ -81,7 +86,12 @@ def top_parser(program: str, commands: Mapping[str, str]) -> Parser:
         epilog=f"commands:\n{listed}\n\n`{program} COMMAND --help` says what each takes.",
     )
     parser.add_argument("--version", action="version", version=f"{program} {own_version()}")
-    parser.add_argument("COMMAND", nargs="?", type=one_of(commands), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "COMMAND",
+        nargs="?",
+        type=one_of(commands),
+        help=argparse.SUPPRESS,
+    )
     return parser
 
 
@@ -317,7 +327,13 @@ def add_option(parser: Parser, one: Option, default: Any) -> None:
     names = [*filter(None, (one.short, one.flag))]
     text = one.help_text.replace("%", "%%")  # argparse formats it
     if one.values is FLAG:
-        parser.add_argument(*names, dest=one.name, action="store_true", default=default, help=text)
+        parser.add_argument(
+            *names,
+            dest=one.name,
+            action="store_true",
+            default=default,
+            help=text,
+        )
         return
     parser.add_argument(
         *names,
@@ -365,7 +381,12 @@ def to_argv(options: Options) -> list[str]:
 
 def add_json(parser: Parser, what: str) -> None:
     """Add `--json`; its help says what the command writes there."""
-    parser.add_argument("--json", type=Path, metavar="PATH", help=f"write {what} here as JSON")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="PATH",
+        help=f"write {what} here as JSON",
+    )
 
 
 def add_reports(parser: Parser, what: str, default: Path | None = None) -> None:
@@ -380,7 +401,13 @@ def add_reports(parser: Parser, what: str, default: Path | None = None) -> None:
     nowhere = "nothing is recorded" if default is None else f"{default}"
     shown = f"{what} (default: reports of {CONFIGURED}; without that, {nowhere})"
     kept = configured(OutputOptions).get("reports", default)
-    parser.add_argument("--reports", type=Path, default=kept, metavar="DIR", help=shown)
+    parser.add_argument(
+        "--reports",
+        type=Path,
+        default=kept,
+        metavar="DIR",
+        help=shown,
+    )
 
 
 def add_number(
@@ -404,7 +431,12 @@ def add_number(
 
 def add_quiet(parser: Parser, help: str) -> None:
     """Add `-q`, `--quiet` to a command that has no `OutputOptions`."""
-    parser.add_argument("-q", "--quiet", action="store_true", help=help)
+    parser.add_argument(
+        "-q",
+        "--quiet",
+        action="store_true",
+        help=help,
+    )
 
 
 # The paths that a command writes to, refused before its work starts where they cannot be written.

@@ -128,9 +128,19 @@ def add_arguments(parser: parsers.Parser) -> None:
     )
     parsers.add_options(parser, AuditOptions, OutputOptions)
     add = parser.add_argument
-    add("-m", dest="module", action="store_true", help="SCRIPT is a module, as for `python -m`")
+    add(
+        "-m",
+        dest="module",
+        action="store_true",
+        help="SCRIPT is a module, as for `python -m`",
+    )
     add("script", metavar="SCRIPT.py", help="the script, and its own arguments")
-    rest = add("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help=argparse.SUPPRESS)
+    rest = add(
+        "arguments",
+        nargs=argparse.REMAINDER,
+        metavar="ARGS",
+        help=argparse.SUPPRESS,
+    )
     rest.required = (
         False  # before Python 3.12 argparse asks for them too, where the script is missing
     )

@@ -319,7 +319,12 @@ def status_of(results: Sequence[Json], *, violated: bool = False) -> int:
 
 def _found_by_verify(campaign: Campaign, shards: Shards) -> Found:
     results = results_of(campaign, shards)
-    return Found({"results": results}, list(map(line, results)), status_of(results), ("verify",))
+    return Found(
+        {"results": results},
+        list(map(line, results)),
+        status_of(results),
+        ("verify",),
+    )
 
 
 def _found_by_trainers(campaign: Campaign, shards: Shards) -> Found:
@@ -431,7 +436,13 @@ def run_campaign(arguments: argparse.Namespace, kinds: Mapping[str, Kind], progr
     if found.record is not None:
         kind, data = found.record
         command = f"{program.name} {shlex.join([FOLDER, arguments.what, *rest])}"
-        append_record(arguments.reports, kind, data, environment=about, command=command)
+        append_record(
+            arguments.reports,
+            kind,
+            data,
+            environment=about,
+            command=command,
+        )
     write_document(arguments.json, about, found.document)
     shards.remove()
     print("\n".join(found.lines))

@@ -67,7 +67,13 @@ def _small_job() -> None:
 def _backward(dtype: str, device: str) -> None:
     import torch
 
-    x = torch.ones(2, 2, dtype=getattr(torch, dtype), device=device, requires_grad=True)
+    x = torch.ones(
+        2,
+        2,
+        dtype=getattr(torch, dtype),
+        device=device,
+        requires_grad=True,
+    )
     (x @ x).sum().backward()
     assert x.grad is not None
     if x.grad.tolist() != [[4.0, 4.0], [4.0, 4.0]]:

@@ -181,7 +181,13 @@ def resolve_loop(text: str, framework: str | None = None) -> Loop:
         BY_IMPORT[module.__name__] = changed
     if issubclass(type(loop), Problem):  # isinstance would ask a lazy object for its class
         raise UsageError(f"{text} is a Problem, not a loop: pass it as --problem {text}")
-    _expect_function(loop, text, module, LOOP_EXPECTED, object())
+    _expect_function(
+        loop,
+        text,
+        module,
+        LOOP_EXPECTED,
+        object(),
+    )
     if framework == "jax" and not is_jax(loop):
         loop = jax_training_loop(loop)
     return _noted(loop, resolve_loop, text)

@@ -76,7 +76,13 @@ def _judge(arguments: argparse.Namespace, options: PortOptions, output: Output) 
     about = environment.environment(PACKAGES)
     found = [replace(v, source=places_source(v.places, output.folder)) for v in result.violations]
     page = partial(page_of, found, result.loop, [*lines, *shown_map])
-    output.deliver(PROGRAM, [result], about, page, stale)
+    output.deliver(
+        PROGRAM,
+        [result],
+        about,
+        page,
+        stale,
+    )
     if result.verdict == "unjudged":
         return exit_status.fail(PROGRAM, f"{arguments.pair}: {result.unjudged}")
     sys.stdout.flush()

@@ -33,7 +33,12 @@ _T = TypeVar("_T")
 
 def add_arguments(parser: parsers.Parser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("case", type=Path, metavar="CASE.json", help="the file that holds the case")
+    parser.add_argument(
+        "case",
+        type=Path,
+        metavar="CASE.json",
+        help="the file that holds the case",
+    )
     parser.add_argument(
         "loop",
         nargs="?",

@@ -49,7 +49,13 @@ def add_arguments(parser: parsers.Parser) -> None:
         help="ask hf-trainer alone, about models of transformers with different heads",
     )
     parser.add_argument("--list", action="store_true", help="print the trainers and stop")
-    parsers.add_number(parser, "--examples", 20, "cases drawn for each question", short="-n")
+    parsers.add_number(
+        parser,
+        "--examples",
+        20,
+        "cases drawn for each question",
+        short="-n",
+    )
     parser.add_argument(
         "--seed", type=parsers.seed, default=0, metavar="S", help="default %(default)s"
     )

@@ -201,7 +201,12 @@ def record(
         "stored": stored and stored.case.name,
         "no_script": stored and stored.no_script,
     }
-    append_record(reports, KINDS["verify"], data, environment=environment)
+    append_record(
+        reports,
+        KINDS["verify"],
+        data,
+        environment=environment,
+    )
 
 
 # What a run prints: its first lines, the files of a violation, the summary.
@@ -462,7 +467,13 @@ def _verify(
     quiet = output.options.quiet
     if not quiet:
         say(lines)
-    done = _Run(output, lines, stopwatch, arguments.stop_on_violation, not_stored)
+    done = _Run(
+        output,
+        lines,
+        stopwatch,
+        arguments.stop_on_violation,
+        not_stored,
+    )
     try:
         _verify_all(subjects, options, about, done)
     finally:
@@ -688,5 +699,18 @@ def _subjects(arguments: argparse.Namespace, options: VerifyOptions) -> list[Sub
         except (UsageError, TypeError) as error:
             raise UsageError(f"{name}: {error}") from None
         if problem is not None:
-            expect_within(problem, assumes, loop=name, name=arguments.problem)
-    return [Subject(name, loop, problem, arguments.problem) for name, loop in loops.items()]
+            expect_within(
+                problem,
+                assumes,
+                loop=name,
+                name=arguments.problem,
+            )
+    return [
+        Subject(
+            name,
+            loop,
+            problem,
+            arguments.problem,
+        )
+        for name, loop in loops.items()
+    ]

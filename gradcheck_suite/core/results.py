@@ -305,7 +305,14 @@ class Violation:
     def notice(self) -> Notice:
         """The violation as CI systems show it."""
         level: Literal["error", "note"] = "error" if self.reason is None else "note"
-        return Notice(level, self.diagnosis, self.sentence, self.fix, self.line, self.reason)
+        return Notice(
+            level,
+            self.diagnosis,
+            self.sentence,
+            self.fix,
+            self.line,
+            self.reason,
+        )
 
     @property
     def anywhere(self) -> str:
@@ -685,7 +692,12 @@ class Result:
             return named
         places = [(place_in(text), text) for text in self.findings]
         return [
-            Notice("warning", "finding", text.removeprefix(f"{at}: "), place=at)
+            Notice(
+                "warning",
+                "finding",
+                text.removeprefix(f"{at}: "),
+                place=at,
+            )
             for at, text in places
         ]
 

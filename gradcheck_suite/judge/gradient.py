@@ -491,7 +491,12 @@ def _is_right(observed: Vector, case: Case, step: int) -> bool:
     unit = UNIT_ROUNDOFF[case.dtype]
     largest = np.abs(right).max(initial=0.0)
     # traces below the rounding of the weights show as themselves where gradients are tiny
-    return np.allclose(observed, right, rtol=max(1e-9, 64 * unit), atol=unit * largest)
+    return np.allclose(
+        observed,
+        right,
+        rtol=max(1e-9, 64 * unit),
+        atol=unit * largest,
+    )
 
 
 def _of_weights(case: Case, steps: Sequence[Vector], step: int, runner: LoopRunner) -> Diagnosis:

@@ -988,7 +988,12 @@ def _added_to_counts(wrong: Steps, ratios: Sequence[float]) -> float | None:
     # a number so small may be the rounding of the weights
     if abs(more[0]) <= 100 * rounding:
         return None
-    same = np.allclose(more, more[0], rtol=EXACT, atol=rounding)
+    same = np.allclose(
+        more,
+        more[0],
+        rtol=EXACT,
+        atol=rounding,
+    )
     return float(more[0]) if same else None
 
 

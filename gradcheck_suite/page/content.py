@@ -45,7 +45,15 @@ def sources(records: Iterable[Record]) -> tuple[Source, ...]:
         unclean = record.clean is False
         commit = record.commit[:9]
         where = machine_text(record.environment)
-        run = Source(record.kind, record.command, commit, "", where, older=older, unclean=unclean)
+        run = Source(
+            record.kind,
+            record.command,
+            commit,
+            "",
+            where,
+            older=older,
+            unclean=unclean,
+        )
         groups.setdefault(run, []).append(record)
     found = [(max(r.time for r in group), run, len(group)) for run, group in groups.items()]
     found.sort(key=lambda run: run[0], reverse=True)

@@ -109,7 +109,12 @@ class Part:
         found = self.content(newest) if newest else None
         if found is None:
             return (
-                Section(self.key, self.title, self.tab, missing=self.missing)
+                Section(
+                    self.key,
+                    self.title,
+                    self.tab,
+                    missing=self.missing,
+                )
                 if self.missing
                 else None
             )
@@ -144,7 +149,14 @@ def made_from(records: Records, make: Callable[[Records], Made]) -> tuple[Made, 
         for kind, found in records.by_kind.items():
             for number, record in enumerate(found, 1):
                 try:
-                    make(replace(records, by_kind={kind: [record]}, problems=(), beside={}))
+                    make(
+                        replace(
+                            records,
+                            by_kind={kind: [record]},
+                            problems=(),
+                            beside={},
+                        )
+                    )
                     kept[kind].append(record)
                 except UNREADABLE as error:
                     why = f"{type(error).__name__}: {error}"
@@ -174,7 +186,13 @@ def matrix_of(
     rows = tuple(
         (name, tuple(cell(row.get(place)) for place in columns)) for name, row in cells.items()
     )
-    return Matrix(caption, corner, tuple(columns.values()), rows, tuple(notes))
+    return Matrix(
+        caption,
+        corner,
+        tuple(columns.values()),
+        rows,
+        tuple(notes),
+    )
 
 
 def environments(records: Iterable[Record]) -> tuple[Pairs, ...]:

@@ -111,7 +111,12 @@ def _drawing(
         panel["width"] = WIDTH // len(panels) - AXIS if panels else width
     drawing = str(vl_convert.vegalite_to_svg({**sized, "config": {**config(), **further}}))
     title = alt.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return re.sub(r"(<svg [^>]*>)", lambda tag: f"{tag[1]}<title>{title}</title>", drawing, count=1)
+    return re.sub(
+        r"(<svg [^>]*>)",
+        lambda tag: f"{tag[1]}<title>{title}</title>",
+        drawing,
+        count=1,
+    )
 
 
 # The short story as Markdown, for a page on GitHub: answers, pictures, claims, violations, where it
@@ -199,7 +204,12 @@ def report_html(report: Report) -> str:
         *chain.from_iterable(section.claims for section in report.sections),
         *report.violations,
     )
-    return _html("report.html.j2", parts, report=report, title=report.title)
+    return _html(
+        "report.html.j2",
+        parts,
+        report=report,
+        title=report.title,
+    )
 
 
 def open_page(path: Path) -> bool:
@@ -224,7 +234,13 @@ def violations_html(violations: Sequence[ViolationPage], lines: Sequence[str]) -
     loops = ", ".join(dict.fromkeys(page.loop for page in violations))
     titles = ", ".join(dict.fromkeys(page.title for page in violations))
     title = f"{loops}: {titles}" if violations else "No violation"
-    return _html("violations.html.j2", violations, title=title, lines=lines, violations=violations)
+    return _html(
+        "violations.html.j2",
+        violations,
+        title=title,
+        lines=lines,
+        violations=violations,
+    )
 
 
 def _html(

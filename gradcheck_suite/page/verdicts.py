@@ -617,7 +617,12 @@ def provenance(
         " versions.",
     )
     tables = (runs, machines) if made_on else (runs,)
-    return Section("provenance", "Where the figures come from", "environment", tables=tables)
+    return Section(
+        "provenance",
+        "Where the figures come from",
+        "environment",
+        tables=tables,
+    )
 
 
 def _titles_of_runs(

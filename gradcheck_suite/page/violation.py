@@ -310,7 +310,12 @@ def _weights_table(weights: Sequence[Weight]) -> Table | None:
 
 def _windows(plan: Plan) -> tuple[tuple[Block, ...], ...]:
     blocks = [
-        Block(j, items, j in plan.masked, plan.owners[j] if plan.ranks else None)
+        Block(
+            j,
+            items,
+            j in plan.masked,
+            plan.owners[j] if plan.ranks else None,
+        )
         for j, items in enumerate(plan.micro_batches)
     ]
     return tuple(tuple(blocks[j] for j in window) for window in plan.windows)
@@ -327,7 +332,12 @@ def _figures(name: str, weights: Sequence[Weight], evidence: Rows) -> tuple[Figu
             "Weight of each item in the gradient of the step, and the expected one, by micro-batch."
         )
         found.append(
-            Figure(f"{name}-weights", weights_plot(weights), f"{caption} {sentence}", caption)
+            Figure(
+                f"{name}-weights",
+                weights_plot(weights),
+                f"{caption} {sentence}",
+                caption,
+            )
         )
     for i, part in enumerate(evidence):
         total = prod(part["shape"])
@@ -342,5 +352,12 @@ def _figures(name: str, weights: Sequence[Weight], evidence: Rows) -> tuple[Figu
                 f"{part['parameter']}: its gradient is None at the step; {total} elements are"
                 " expected."
             )
-        found.append(Figure(f"{name}-elements-{i}", elements_plot(part), caption, caption))
+        found.append(
+            Figure(
+                f"{name}-elements-{i}",
+                elements_plot(part),
+                caption,
+                caption,
+            )
+        )
     return tuple(found)

@@ -55,7 +55,7 @@ class Hypothesis:
     kind: str = "forward"
     path: str | None = None
 
-    def further_on(self, by: int) -> Hypothesis:
+    def shifted(self, by: int) -> Hypothesis:
         """Return the same change of calls further on in the program."""
 
         def moved(ref: Any, by: int) -> Any:
@@ -89,7 +89,7 @@ def dense(value: Any) -> Any:
     return value.contiguous() if isinstance(value, torch.Tensor) else value
 
 
-class Given:
+class CallArguments:
     """The arguments of a call by their names in ATen's schema, with defaults."""
 
     def __init__(self, call: Call, args: Sequence[Any], kwargs: Any) -> None:
@@ -133,13 +133,13 @@ class Given:
         return flat(self.call.op(*args, **kwargs))
 
 
-def in_place_of(function: Callable[[Given], Any]) -> Change:
+def in_place_of(function: Callable[[CallArguments], Any]) -> Change:
     """Return the change of a call's first result, or of a list of them, to a function of its
     arguments.
     """
 
     def change(call: Call, args: Any, kwargs: Any, get: Any) -> list[Any]:
-        value = function(Given(call, args, kwargs))
+        value = function(CallArguments(call, args, kwargs))
         if isinstance(value, list) or (not call.mutates and len(call.op._schema.returns) == 1):
             return flat(value)
         return [value, *flat(call.op(*args, **kwargs))[1:]]

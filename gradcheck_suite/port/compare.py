@@ -9,7 +9,7 @@ from gradcheck_suite.core.formats import Accepted
 from gradcheck_suite.core.options import PortOptions, options_of, takes
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.port.judge import judged
-from gradcheck_suite.port.pair import Port, as_port, in_double, raised
+from gradcheck_suite.port.pair import Port, as_port, call_user_code, in_double
 from gradcheck_suite.port.result import PortResult
 from gradcheck_suite.run import environment
 
@@ -70,5 +70,11 @@ def judge_function(
         UsageError: the pair cannot be judged.
     """
     environment.set_precision()
-    pair, notes = as_port(raised(label, in_double()(make)), make)
-    return judged(pair, notes, label, options or PortOptions(), baseline)
+    pair, notes = as_port(call_user_code(label, in_double()(make)), make)
+    return judged(
+        pair,
+        notes,
+        label,
+        options or PortOptions(),
+        baseline,
+    )

@@ -496,9 +496,19 @@ def author_points(base: Point, draw: Any, count: int, seed: int) -> list[Point]:
             found.append(point)
         return len(found) >= count
 
-    how = settings(max_examples=10 * count, database=None, deadline=None, phases=[Phase.generate])
+    how = settings(
+        max_examples=10 * count,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+    )
     with suppress(errors.NoSuchExample, errors.Flaky):
-        find(author_strategy(base, draw), enough, settings=how, random=Random(seed))
+        find(
+            author_strategy(base, draw),
+            enough,
+            settings=how,
+            random=Random(seed),
+        )
     return found[:count]
 
 

@@ -112,10 +112,20 @@ class DrawnInputs:
 
         phases = (Phase.generate, Phase.shrink)
         count = self.options.examples
-        how = settings(max_examples=count, database=None, deadline=None, phases=phases)
+        how = settings(
+            max_examples=count,
+            database=None,
+            deadline=None,
+            phases=phases,
+        )
         # flaky where the budget was spent while Hypothesis shrank
         with suppress(errors.NoSuchExample, errors.Flaky):
-            find(strategy, differs, settings=how, random=Random(self.options.seed))
+            find(
+                strategy,
+                differs,
+                settings=how,
+                random=Random(self.options.seed),
+            )
         return self._described()
 
     @property
@@ -235,7 +245,7 @@ class DrawnInputs:
         """
         program = self.sides.torch_program(point)
         allowed = self.sides.bounds(point).outputs
-        others = (self.repairs.plus(one).run(program) for one in other_orders(program, run))
+        others = (self.repairs.with_change(one).run(program) for one in other_orders(program, run))
         return any(outputs_error(other.outs, outs) <= allowed for other in others)
 
     def _torch_run(self, point: Point) -> TorchRun | None:

@@ -17,7 +17,13 @@ import numpy as np
 import torch
 
 from gradcheck_suite.port.alterations import Alteration
-from gradcheck_suite.port.changes import Given, Hypothesis, of_operand, of_result, other_operand
+from gradcheck_suite.port.changes import (
+    CallArguments,
+    Hypothesis,
+    of_operand,
+    of_result,
+    other_operand,
+)
 from gradcheck_suite.port.explanation import Explanation, best_explanation
 from gradcheck_suite.port.matching import array
 from gradcheck_suite.port.mistakes import (
@@ -31,7 +37,15 @@ from gradcheck_suite.port.mistakes import (
 )
 from gradcheck_suite.port.number_sets import aligned, error, variety
 from gradcheck_suite.port.rare_inputs import ordered
-from gradcheck_suite.port.search import LEAST, Family, Found, Search, behind, recomputed, walked
+from gradcheck_suite.port.search import (
+    LEAST,
+    Family,
+    Found,
+    Search,
+    breadth_first,
+    downstream,
+    recomputed,
+)
 from gradcheck_suite.port.torch_program import LOSS, Call, Change, Ref, TorchProgram, fill, flat
 from gradcheck_suite.port.transforms import (
     PERMUTING,
@@ -144,7 +158,12 @@ def chosen_before(search: Search, place: int) -> Iterator[Hypothesis]:
         parameter = next((r for r in refs if r.kind == "state"), None)
         if hypothesis.cause == "missing-transpose" and parameter is not None:
             path = str(parameter.index).rpartition(".")[0]
-            hypothesis = replace(hypothesis, cause="weight-transposed", kind="load", path=path)
+            hypothesis = replace(
+                hypothesis,
+                cause="weight-transposed",
+                kind="load",
+                path=path,
+            )
         yield hypothesis
 
 
@@ -224,10 +243,15 @@ def _top(search: Search, ref: Any, result: int) -> _Top | None:
     while isinstance(ref, Ref) and isinstance(ref.kind, int):
         call = calls[ref.kind]
         if call.name == "topk":
-            given = Given(call, call.args, call.kwargs)
+            given = CallArguments(call, call.args, call.kwargs)
             if ref.index != result:
                 return None
-            return _Top(call.args[0], Ref(ref.kind, 0), given.dim, bool(given.largest))
+            return _Top(
+                call.args[0],
+                Ref(ref.kind, 0),
+                given.dim,
+                bool(given.largest),
+            )
         if len(call.refs) != 1 or search.matching.status[ref.kind] is False:
             return None
         ref = call.refs[0]
@@ -845,7 +869,7 @@ def starts(search: Search, place: int) -> Iterator[Hypothesis]:
     line = _line_that_repeats(search, place)
     if not line:
         return
-    step = [place, *walked([place], lambda i: _readers_in(search, i, line), 4)]
+    step = [place, *breadth_first([place], lambda i: _readers_in(search, i, line), 4)]
     ends = [i for i in step if calls[i].name.rstrip("_") == "add"][:1]
     body = [*step, *search.read_by(ends, 4, line.__contains__)]
     shape = search.matching.run.shape(place)
@@ -925,11 +949,22 @@ def _started_at_zero(search: Search, start: Ref, value: Ref, end: int) -> Hypoth
         outs = flat(call.op(*args, **kwargs))
         before = outs[start.index]
         instead = {start: torch.zeros_like(before), value: before}
-        outs[start.index] = _ahead(search, end, made_by + 1, instead, get)
+        outs[start.index] = _ahead(
+            search,
+            end,
+            made_by + 1,
+            instead,
+            get,
+        )
         return outs
 
     words = "a recurrence that starts at zero, not at its first value"
-    return Hypothesis("initial-accumulator", words, {made_by: stepped}, at=end)
+    return Hypothesis(
+        "initial-accumulator",
+        words,
+        {made_by: stepped},
+        at=end,
+    )
 
 
 def gathered(search: Search, place: int) -> Iterator[Hypothesis]:
@@ -1031,10 +1066,22 @@ def _of(search: Search, place: int, ref: Ref, transform: Alteration) -> Hypothes
         return Hypothesis(cause, words, change, at=at)
     leaves = {(ref.kind, ref.index): transform.make}
     if ref.kind != "state":
-        return Hypothesis(cause, words, {}, leaves)
+        return Hypothesis(
+            cause,
+            words,
+            {},
+            leaves,
+        )
     path = str(ref.index).rpartition(".")[0]
     kind = "forward" if cause in _USED_OTHERWISE else "load"
-    return Hypothesis(cause, words, {}, leaves, kind=kind, path=path)
+    return Hypothesis(
+        cause,
+        words,
+        {},
+        leaves,
+        kind=kind,
+        path=path,
+    )
 
 
 def _moved_by(search: Search, place: int, ref: Ref) -> int | None:
@@ -1466,7 +1513,7 @@ def _done_later(search: Search, place: int, block: Sequence[int]) -> Iterator[Hy
     first = calls[block[0]]
     named = first.path if len(block) > 1 else first.label
     # a residual branch may be long: what stands further behind is another block's
-    behind_it = walked(list(block[-1:]), lambda i: program.readers.get(Ref(i, 0), []), 16)
+    behind_it = breadth_first(list(block[-1:]), lambda i: program.readers.get(Ref(i, 0), []), 16)
     for end in islice(behind_it, 20):
         second = calls[end]
         if not second.mutates and second.path != LOSS:
@@ -1491,7 +1538,7 @@ def _exchanged(program: TorchProgram, before: Ref, after: Ref, end: int) -> Chan
 
         given = get(before)
         if before in call.refs and re.fullmatch(REDUCING, call.name):
-            axes = over(Given(call, *fill((call.args, call.kwargs), get)))
+            axes = over(CallArguments(call, *fill((call.args, call.kwargs), get)))
             front = list(range(len(axes)))
             parts = given.movedim(axes, front)
             each = torch.vmap(lambda v: late(v.view_as(get(after))))(
@@ -1520,7 +1567,7 @@ def _with_others(
 ) -> Any:
     """Return the first result of a call, computed again with other tensors in place of some."""
     given = [r.kind for r in instead]
-    affected = behind(
+    affected = downstream(
         program, (k for k in given if isinstance(k, int)), [(r.kind, r.index) for r in instead]
     )
     return recomputed(

@@ -185,7 +185,7 @@ def place_gradient(
 
     def tried(hypothesis: Hypothesis) -> Explanation[GradientFault] | None:
         try:
-            changed = repairs.plus(hypothesis)
+            changed = repairs.with_change(hypothesis)
             _, slopes = sides.slopes(program, changed)
             left = wrong_gradients(sides, point, slopes, skip)
         except RAISED:
@@ -193,7 +193,13 @@ def place_gradient(
         if left and not (len(left) < len(wrong) and set(left) <= set(wrong)):
             return None
         at = min(hypothesis.changes) if hypothesis.at is None else hypothesis.at
-        fault = GradientFault(at, hypothesis.cause, hypothesis.words, left, changed)
+        fault = GradientFault(
+            at,
+            hypothesis.cause,
+            hypothesis.words,
+            left,
+            changed,
+        )
         return Explanation(fault, not left, -len(left))
 
     found = best_explanation(_candidates(program, run, frontier), tried, budget)
@@ -226,10 +232,28 @@ def _without_repair(
     # the gradient by an input has other ways, beside that of the parameters
     names = [n for n in wrong if n in sides.map.offsets] or list(wrong)
     if sides.map.complete and all(not theirs[n].any() for n in names):
-        return GradientFault(last, "no-gradient", f"no gradient of {_some(wrong)} at all", {}, None)
+        return GradientFault(
+            last,
+            "no-gradient",
+            f"no gradient of {_some(wrong)} at all",
+            {},
+            None,
+        )
     if rule := own_rule(sides.jax_program(point)):
-        return GradientFault(last, "custom-gradient", f"a rule of its own at {rule}", {}, None)
-    return GradientFault(last, "unknown", f"another gradient{budget.words}", {}, None)
+        return GradientFault(
+            last,
+            "custom-gradient",
+            f"a rule of its own at {rule}",
+            {},
+            None,
+        )
+    return GradientFault(
+        last,
+        "unknown",
+        f"another gradient{budget.words}",
+        {},
+        None,
+    )
 
 
 def _some(names: Mapping[str, float]) -> str:

@@ -103,7 +103,7 @@ def lifted(value: Any) -> Any:
     return value.astype(np.float64) if _is_low(value) else value
 
 
-def meant(value: Array) -> tuple[Array, Array]:
+def undo_float32_rounding(value: Array) -> tuple[Array, Array]:
     """Return float32 numbers as the decimals that were meant, and which of them are none and thus
     rounded.
 
@@ -118,7 +118,7 @@ def meant(value: Array) -> tuple[Array, Array]:
     return np.where(plain, short, wide), ~plain & np.isfinite(wide)
 
 
-def table(value: Any) -> tuple[Array, Array | None]:
+def rounding_table(value: Any) -> tuple[Array, Array | None]:
     """Return the numbers of a float32 table, also of one that is kept in float64, as they were
     meant, and a move.
 
@@ -130,7 +130,7 @@ def table(value: Any) -> tuple[Array, Array | None]:
     low = wide if _is_low(wide) else wide.astype(np.float32)
     if not _is_low(wide) and not (wide.ndim and np.array_equal(low, wide)):
         return wide, None
-    number, rounded = meant(low)
+    number, rounded = undo_float32_rounding(low)
     if not rounded.any():
         return number if _is_low(wide) else wide, None
     largest = np.abs(number[rounded]).max()
@@ -192,7 +192,7 @@ class Interpreter:
         is_plain = not hasattr(value, "dtype") or isinstance(value, jax.core.Tracer)
         if is_plain or not (_is_low(value) or value.dtype == np.float64):
             return lifted(value)
-        number, move = table(value)
+        number, move = rounding_table(value)
         if move is None:
             return number if np.ndim(number) else np.float64(number)
         self.rounded = True
@@ -403,7 +403,12 @@ class Stored:
     def __call__(self, *arguments: Any) -> Any:
         """Return what the function returns, in numpy arrays."""
         arrays = [np.asarray(a) for a in jax.tree.leaves(arguments)]
-        out = PROGRAMS.run(self._request, *arrays, store=self._store, few=True)
+        out = PROGRAMS.run(
+            self._request,
+            *arrays,
+            store=self._store,
+            few=True,
+        )
         return jax.tree.unflatten(self._structure, [np.asarray(o) for o in out])
 
 
@@ -545,7 +550,13 @@ class JaxProgram:
         for k, slope in zip(floats, slopes[0], strict=True):
             gradients[self._numbers[k]] = slope
         by_input = dict(zip(real, slopes[1], strict=True))
-        return JaxRun(rest[: self.outs], rest[self.outs :], float(total), gradients, by_input)
+        return JaxRun(
+            rest[: self.outs],
+            rest[self.outs :],
+            float(total),
+            gradients,
+            by_input,
+        )
 
     def ends(self, leaves: Any, inputs: Any, targets: Any) -> tuple[list[Array], float]:
         """Return the outputs and the loss."""

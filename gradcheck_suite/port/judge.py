@@ -84,7 +84,7 @@ class Repair:
 def _together(repaired: Sequence[Repair]) -> Repairs:
     found = Repairs()
     for repair in repaired:
-        found = found.plus(repair.hypothesis)
+        found = found.with_change(repair.hypothesis)
     return found
 
 
@@ -200,7 +200,12 @@ class Judge:
         self.map_rows = self.map.rows()
 
     def _both_sides(self) -> None:
-        self.sides = Sides(self.pair, self.model, self.map, 101 + self._seed)
+        self.sides = Sides(
+            self.pair,
+            self.model,
+            self.map,
+            101 + self._seed,
+        )
         for note in self.sides.notes:
             self._note(note)
         for words in self.sides.unmatched:
@@ -223,7 +228,13 @@ class Judge:
     ) -> PortFinding:
         """Add a finding, and return it; what its cause means stands behind the words."""
         means = f" ({meaning(cause)})" if meaning(cause) else ""
-        finding = PortFinding.of(kind, place or "", cause, f"{words}{means}{after}", **more)
+        finding = PortFinding.of(
+            kind,
+            place or "",
+            cause,
+            f"{words}{means}{after}",
+            **more,
+        )
         known = {(f.kind, f.place, f.cause) for f in (*self.findings, *self.accepted)}
         if (finding.kind, finding.place, finding.cause) in known:
             return finding
@@ -432,7 +443,7 @@ class Judge:
         allowed = self.sides.bounds(point).outputs
         program = self.sides.torch_program(point)
         for hypothesis in other_orders(program, run):
-            repairs = self.repairs.plus(hypothesis)
+            repairs = self.repairs.with_change(hypothesis)
             if self._off(point, repairs.run(program), loss) <= allowed:
                 self.repairs = repairs
                 self._note("equal elements are in another order than torch's, which promises none")
@@ -460,7 +471,15 @@ class Judge:
         # the port's value in place of torch's, where the cause is unknown, is that of one point
         # alone
         witnesses = () if self._opaque else tuple(self.sides.witnesses(point))
-        search = Search(program, matching, self.repairs, loss, allowed, self._budget, witnesses)
+        search = Search(
+            program,
+            matching,
+            self.repairs,
+            loss,
+            allowed,
+            self._budget,
+            witnesses,
+        )
         found = search.find(FAMILIES, region, first) if region else None
         if found is None and is_by_arrays:
             found = reordered(search, ends)
@@ -487,12 +506,30 @@ class Judge:
                 n for n, m in self.pair.module.named_modules() if "Dropout" in type(m).__name__
             ]
             words = "expected no random numbers in evaluation, observed the port drawing some"
-            self._add("forward", names[0] if names else "", "dropout-active", words, **numbers)
+            self._add(
+                "forward",
+                names[0] if names else "",
+                "dropout-active",
+                words,
+                **numbers,
+            )
             return False
         if not first or (not loss and _has_same_outputs(matching)):
             is_reordered = not loss and _has_same_outputs(matching)
-            return self._elsewhere(matching, ends, numbers, after, is_reordered=is_reordered)
-        return self._unknown(search, point, first[0], numbers, after)
+            return self._elsewhere(
+                matching,
+                ends,
+                numbers,
+                after,
+                is_reordered=is_reordered,
+            )
+        return self._unknown(
+            search,
+            point,
+            first[0],
+            numbers,
+            after,
+        )
 
     def _are_outputs_exchanged(self, point: Point, numbers: Mapping[str, Any]) -> bool:
         """Return whether the port has torch's outputs at each other's places or names, which is
@@ -507,7 +544,13 @@ class Judge:
         moved = [i for i, k in enumerate(order) if i != k]
         listed = " and ".join(names[i] for i in moved)
         words = f"expected the outputs {listed}, observed each other's numbers under these names"
-        self._add("forward", "", "swapped-outputs", words, **numbers)
+        self._add(
+            "forward",
+            "",
+            "swapped-outputs",
+            words,
+            **numbers,
+        )
         sides.exchange_outputs(order)
         return True
 
@@ -533,7 +576,15 @@ class Judge:
             words = f"expected {wanted}, observed other numbers{f': {differ}' if differ else ''}"
         place = call.path if call is not None else ""
         where = call.where or None if call is not None else None
-        self._add("forward", place, cause, words, after, torch=where, **numbers)
+        self._add(
+            "forward",
+            place,
+            cause,
+            words,
+            after,
+            torch=where,
+            **numbers,
+        )
         return False
 
     def _explained(
@@ -627,7 +678,7 @@ class Judge:
     def _repair(self, hypothesis: Hypothesis, finding: PortFinding) -> None:
         """Repair torch by what explains a finding."""
         self._repaired.append(Repair(hypothesis, finding))
-        self.repairs = self.repairs.plus(hypothesis)
+        self.repairs = self.repairs.with_change(hypothesis)
 
     def _value_put_in(self, search: Search, index: int) -> Hypothesis | None:
         """Return the port's value in place of the result of the first lost call or of one behind
@@ -689,7 +740,14 @@ class Judge:
             if others := [other for other, _ in faults[1:]]:
                 shown = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
                 words += f", as of {counted(len(others), 'more buffer')}: {shown}"
-            self._add("state", name.rpartition(".")[0], cause, words, error=off, allowed=allowed)
+            self._add(
+                "state",
+                name.rpartition(".")[0],
+                cause,
+                words,
+                error=off,
+                allowed=allowed,
+            )
 
     # gradients and updates
 
@@ -769,7 +827,15 @@ class Judge:
         where = call.where or None if call is not None else None
         words = f"{what}, observed {fault.words}"
         off = max(wrong.values())
-        self._add("gradient", place, fault.cause, words, after, torch=where, error=off)
+        self._add(
+            "gradient",
+            place,
+            fault.cause,
+            words,
+            after,
+            torch=where,
+            error=off,
+        )
         if fault.repairs is not None:
             self.repairs = fault.repairs
         return fault.left
@@ -780,7 +846,13 @@ class Judge:
             return
         _, gradient = self.sides.slopes(self.sides.torch_program(self.sides.given), Repairs())
         set_state(pair.module, self.sides.state)
-        updates = Updates(self.map, self.sides.state, self.sides.leaves, gradient, self._budget)
+        updates = Updates(
+            self.map,
+            self.sides.state,
+            self.sides.leaves,
+            gradient,
+            self._budget,
+        )
         if not updates.leaves:
             self.unjudged = (
                 "the updates could not be judged: no leaf is a copy of a parameter that torch"
@@ -794,7 +866,15 @@ class Judge:
         place = source[0].rpartition(".")[0] if fault.partial and source else OPTIMIZER
         words = f"expected the steps of {fault.expected}, observed {fault.words}"
         after = f"; most at {fault.leaf.path}"
-        self._add("update", place, fault.cause, words, after, error=fault.error, allowed=STEP)
+        self._add(
+            "update",
+            place,
+            fault.cause,
+            words,
+            after,
+            error=fault.error,
+            allowed=STEP,
+        )
 
     # drawn inputs
 
@@ -802,7 +882,12 @@ class Judge:
         if self.findings or self._opaque:
             return
         base = self.sides.given
-        drawn = DrawnInputs(self.sides, self.repairs, self._options, self._budget)
+        drawn = DrawnInputs(
+            self.sides,
+            self.repairs,
+            self._options,
+            self._budget,
+        )
         found = drawn.search()
         for note in drawn.notes:
             self._note(note)
@@ -813,7 +898,13 @@ class Judge:
         self.smallest = found.point.words
         if found.cause:
             words = f"expected torch's function at these sizes, too, observed {found.words}"
-            self._add("forward", "", found.cause, words, self._if_no_input(found.point))
+            self._add(
+                "forward",
+                "",
+                found.cause,
+                words,
+                self._if_no_input(found.point),
+            )
             return
         self.sides.points[1:] = [found.point]
         explained = self._values(loss=False)
@@ -870,7 +961,7 @@ class Judge:
 
         def tried(planted: _Planted) -> Explanation[_Planted] | None:
             try:
-                changed = self.repairs.plus(planted.hypothesis).run(program)
+                changed = self.repairs.with_change(planted.hypothesis).run(program)
             except RAISED:
                 return None
             except Exception as error:
@@ -998,7 +1089,12 @@ def judged(
     state = state_of(pair.module)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the programs are small
-    judge = Judge(pair, notes, options, baseline)
+    judge = Judge(
+        pair,
+        notes,
+        options,
+        baseline,
+    )
     try:
         # recorded calls such as zeros(2, 3) take the default dtype each time that they run
         with warnings.catch_warnings(), np.errstate(all="ignore"), default_dtype():

@@ -24,14 +24,14 @@ from gradcheck_suite.port.pair import (
     Port,
     State,
     built_again,
-    distinct,
+    call_user_code,
+    distinct_values,
     drawn_state,
     is_float,
     is_statistic,
     may_be_moved,
-    movable,
-    moved,
-    raised,
+    perturbable_names,
+    perturbed,
     representable,
     shaped_as,
     state_of,
@@ -115,7 +115,7 @@ class StateMap:
                 size += self.base[name].size
             self.offsets[name] = first[key]
         self.size = size
-        self.movable = movable(pair.module)
+        self.movable = perturbable_names(pair.module)
         self._drawn_by_author = pair.load is not None or pair.rebuild is not None
         self.leaves: list[Leaf | None] = (
             self._by_values() if self._drawn_by_author else _by_given_values(self)
@@ -210,13 +210,13 @@ class StateMap:
         given = {n: shaped_as(v, own[n]).numpy().copy() for n, v in state.items()}
         names = ", ".join(list(given)[:4]) + (", ..." if len(given) > 4 else "")
         hint = f"its state has numpy arrays by the names of state_dict(): {names}"
-        return self.model.loaded(raised("load", lambda: load(given), hint))
+        return self.model.loaded(call_user_code("load", lambda: load(given), hint))
 
     def moved(self, seed: int, much: float = 1.0) -> tuple[State, list[Any]]:
         """Return a state away from the initial one, and the leaves of the JAX parameters in
         float64.
         """
-        state, loaded = self._drawn(moved(np.random.default_rng(seed), much), self.movable)
+        state, loaded = self._drawn(perturbed(np.random.default_rng(seed), much), self.movable)
         return state, self.params(state, loaded)
 
     def params(self, state: State, loaded: list[Any] | None = None) -> list[Any]:
@@ -360,7 +360,7 @@ class StateMap:
         drawn = []
         for draw in range(DRAWS):
             state, leaves = self._drawn(
-                distinct(np.random.default_rng(draw), draw % 2 == 1), set(self.names)
+                distinct_values(np.random.default_rng(draw), draw % 2 == 1), set(self.names)
             )
             assert leaves is not None
             states.append(self.flat(state))
@@ -382,7 +382,16 @@ class StateMap:
             double = where >= self.size
             other[double] = second[where[double] - self.size]
             where[double] = first[where[double] - self.size]
-            found.append(Leaf(path, np.shape(values[0]), where, other, factor, offset))
+            found.append(
+                Leaf(
+                    path,
+                    np.shape(values[0]),
+                    where,
+                    other,
+                    factor,
+                    offset,
+                )
+            )
         return found
 
     def _pairs(self) -> tuple[Array, Array]:

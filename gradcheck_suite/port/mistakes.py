@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - as torch's documents call it
 
 from gradcheck_suite.port.alterations import Options, Row
-from gradcheck_suite.port.changes import Given, Hypothesis, in_place_of
+from gradcheck_suite.port.changes import CallArguments, Hypothesis, in_place_of
 from gradcheck_suite.port.torch_program import Call
 
 # Normalization, in all forms that are in use.
@@ -61,7 +61,7 @@ def _deviation(variance: Any, eps: float, place: str) -> Any:
     return variance.sqrt().clamp_min(eps) if place == "least deviation" else (variance + eps).sqrt()
 
 
-def _scaled(a: Given, x: Any) -> Any:
+def _scaled(a: CallArguments, x: Any) -> Any:
     """Return a normalized tensor times the weight of a call, plus its bias."""
     layer = "normalized_shape" in a.values
     weight, bias = (
@@ -72,7 +72,7 @@ def _scaled(a: Given, x: Any) -> Any:
 
 
 def _norm(
-    a: Given,
+    a: CallArguments,
     *,
     over: Any = None,
     groups: Any = None,
@@ -86,15 +86,26 @@ def _norm(
     """
     eps = a.values.get("eps") or torch.finfo(torch.float64).eps
     if groups or "group" in a.values:
-        return _group_norm(a, groups or a.group, eps, apart=apart, **how)
+        return _group_norm(
+            a,
+            groups or a.group,
+            eps,
+            apart=apart,
+            **how,
+        )
     if "normalized_shape" in a.values:
         how.setdefault("centre", "bias" in a.values)  # an RMS norm has none
         axes = range(-len(a.normalized_shape), 0) if over is None else over
         return _scaled(a, plain_norm(a.first, axes, eps, **how))
-    return _batch_norm(a, eps, running=not _trains(a) if running is None else running, **how)
+    return _batch_norm(
+        a,
+        eps,
+        running=not _trains(a) if running is None else running,
+        **how,
+    )
 
 
-def _group_norm(a: Given, n: int, eps: float, *, apart: bool, **how: Any) -> Any:
+def _group_norm(a: CallArguments, n: int, eps: float, *, apart: bool, **how: Any) -> Any:
     x = a.first
     inside = x.shape[1] // n
     parts = x.unflatten(1, (inside, n)).transpose(1, 2).flatten(1, 2) if apart else x
@@ -104,7 +115,7 @@ def _group_norm(a: Given, n: int, eps: float, *, apart: bool, **how: Any) -> Any
     return _scaled(a, parts)
 
 
-def _batch_norm(a: Given, eps: float, *, running: bool, **how: Any) -> Any:
+def _batch_norm(a: CallArguments, eps: float, *, running: bool, **how: Any) -> Any:
     x = a.first
     if not running:
         return _scaled(a, plain_norm(x, [d for d in range(x.dim()) if d != 1], eps, **how))
@@ -114,7 +125,7 @@ def _batch_norm(a: Given, eps: float, *, running: bool, **how: Any) -> Any:
     return _scaled(a, (x - mean) / _deviation(variance, eps, how.get("place", "")))
 
 
-def _trains(a: Given) -> bool:
+def _trains(a: CallArguments) -> bool:
     return bool(a.values.get("training", a.values.get("train", False)))
 
 
@@ -151,7 +162,7 @@ def _wide(value: Sequence[int], n: int) -> list[int]:
     return list(value) * n if len(value) == 1 else list(value)
 
 
-def _convolution(a: Given, low: Any, *, flip: bool = False, **others: Any) -> Any:
+def _convolution(a: CallArguments, low: Any, *, flip: bool = False, **others: Any) -> Any:
     """Return a convolution with `low` zeros in front of each axis, and as many behind as its
     result's size needs.
 
@@ -167,16 +178,36 @@ def _convolution(a: Given, low: Any, *, flip: bool = False, **others: Any) -> An
     conv = torch.ops.aten.convolution
     if a.transposed:
         more = [max(s, 2) - 1 for s in stride]
-        whole = conv(a.input, weight, a.bias, stride, [0] * n, dilation, True, more, a.groups)
+        whole = conv(
+            a.input,
+            weight,
+            a.bias,
+            stride,
+            [0] * n,
+            dilation,
+            True,
+            more,
+            a.groups,
+        )
         return whole[(..., *[slice(b, b + s) for b, s in zip(lows, size, strict=True)])]
     for i in reversed(range(n)):
         need = (size[i] - 1) * stride[i] + dilation[i] * (weight.shape[2 + i] - 1) + 1
         pads += [lows[i], need - a.input.shape[2 + i] - lows[i]]
     x = F.pad(a.input, pads, **({"mode": others["mode"]} if "mode" in others else {}))
-    return conv(x, weight, a.bias, stride, [0] * n, dilation, False, [0] * n, a.groups)
+    return conv(
+        x,
+        weight,
+        a.bias,
+        stride,
+        [0] * n,
+        dilation,
+        False,
+        [0] * n,
+        a.groups,
+    )
 
 
-def _lows(a: Given, out: Any) -> Iterable[int]:
+def _lows(a: CallArguments, out: Any) -> Iterable[int]:
     n = out.dim() - 2
     if a.transposed:
         return range(max(a.weight.shape[2:]) * max(a.dilation))
@@ -186,10 +217,10 @@ def _lows(a: Given, out: Any) -> Iterable[int]:
     return [low for low in range(most + 1) if any(low != p for p in padding)]
 
 
-def _steps(name: str) -> Callable[[Given, Any], Iterator[tuple[int, int]]]:
+def _steps(name: str) -> Callable[[CallArguments, Any], Iterator[tuple[int, int]]]:
     """Return other strides or dilations, each with some numbers of zeros in front."""
 
-    def values(a: Given, out: Any) -> Iterator[tuple[int, int]]:
+    def values(a: CallArguments, out: Any) -> Iterator[tuple[int, int]]:
         others = [n for n in range(1, 5) if a.values[name] != [n]]
         if a.transposed:
             return
@@ -203,7 +234,7 @@ def _steps(name: str) -> Callable[[Given, Any], Iterator[tuple[int, int]]]:
     return values
 
 
-def _pooled(a: Given, low: int, kind: str) -> Any:
+def _pooled(a: CallArguments, low: int, kind: str) -> Any:
     """Return a pooling with so many elements of padding in front, and as many behind as its
     result's size needs.
     """
@@ -236,7 +267,7 @@ BINS: dict[str, Callable[[int, int, int], tuple[int, int]]] = {
 """Window i of k over n elements, its start and its end, as people pool to a given size."""
 
 
-def _binned(a: Given, kind: str) -> Any:
+def _binned(a: CallArguments, kind: str) -> Any:
     """Return an adaptive pooling with other windows."""
     x = a.first
     reduced = torch.mean if "avg" in a.call.name else torch.amax
@@ -248,7 +279,7 @@ def _binned(a: Given, kind: str) -> Any:
     return x
 
 
-def _resized(a: Given, mode: str) -> Any:
+def _resized(a: CallArguments, mode: str) -> Any:
     size = a.out().shape[2:]
     if mode.startswith("jax"):
         return _cubic(a.self, size)
@@ -364,7 +395,7 @@ REDUCING = (
 )
 
 
-def over(a: Given) -> list[int]:
+def over(a: CallArguments) -> list[int]:
     """Return the axes of a reduction."""
     dim = a.values.get("dim")
     n = a.first.dim()
@@ -372,18 +403,23 @@ def over(a: Given) -> list[int]:
     return list(range(n)) if axes in ([], [None]) else sorted(d % n for d in axes)
 
 
-def _reduced(a: Given, kind: str) -> Any:
+def _reduced(a: CallArguments, kind: str) -> Any:
     return {**REDUCTIONS, **VARIANCES}[kind](a.first, over(a), False).reshape(a.out().shape)
 
 
-def _along(a: Given, over: list[int], *, keep: bool = False) -> Any:
+def _along(a: CallArguments, over: list[int], *, keep: bool = False) -> Any:
     """Return the call's own reduction, over other axes."""
     more = {name: v for name, v in a.values.items() if name not in ("self", "dim", "keepdim")}
-    found = a.call.op.overloadpacket(a.first, dim=over, keepdim=keep, **more)
+    found = a.call.op.overloadpacket(
+        a.first,
+        dim=over,
+        keepdim=keep,
+        **more,
+    )
     return found if keep else found.reshape(a.out().shape)
 
 
-def _other_axes(a: Given, out: Any) -> list[list[int]]:
+def _other_axes(a: CallArguments, out: Any) -> list[list[int]]:
     """Return other axes with as many elements, or all but one."""
     x = a.first
     every = range(a.first.dim())
@@ -395,17 +431,17 @@ def _other_axes(a: Given, out: Any) -> list[list[int]]:
     ]
 
 
-def _parts_of_axis(a: Given, out: Any) -> list[tuple[int, int]]:
+def _parts_of_axis(a: CallArguments, out: Any) -> list[tuple[int, int]]:
     """Return (first element, number of elements) of parts of the axis that is reduced."""
     n = a.first.shape[over(a)[0]] if len(over(a)) == 1 else 1
     return [(1, n - 1), (0, n - 1), (0, 1), (n - 1, 1)] if n > 1 else []
 
 
-def _of_part(a: Given, part: tuple[int, int]) -> Any:
+def _of_part(a: CallArguments, part: tuple[int, int]) -> Any:
     return a.out(self=a.first.narrow(over(a)[0], *part))
 
 
-def _scattered(a: Given, kind: str) -> Any:
+def _scattered(a: CallArguments, kind: str) -> Any:
     """Return a reduction by an index, of another kind."""
     source = a.source if "source" in a.values else a.src
     index = (
@@ -418,7 +454,7 @@ def _scattered(a: Given, kind: str) -> Any:
     )
 
 
-def _where_empty(a: Given, value: float) -> Any:
+def _where_empty(a: CallArguments, value: float) -> Any:
     """Return a reduction by an index with another value where no element has the index."""
     count = torch.zeros_like(a.self).scatter_add(a.dim, a.index, torch.ones_like(a.src))
     return torch.where(count == 0, torch.as_tensor(value, dtype=a.self.dtype), a.out())
@@ -440,8 +476,14 @@ LOSSES: dict[str, Callable[[Any, Any], Any]] = {
 _LOSS = ".*_loss|nll_loss.*|kl_div|binary_cross_entropy.*"
 
 
-def _each(a: Given) -> Any:
-    return F.nll_loss(a.self, a.target, a.weight, reduction="none", ignore_index=a.ignore_index)
+def _each(a: CallArguments) -> Any:
+    return F.nll_loss(
+        a.self,
+        a.target,
+        a.weight,
+        reduction="none",
+        ignore_index=a.ignore_index,
+    )
 
 
 def smoothed(logp: Any, target: Any, eps: float, *, others: bool, weight: Any, ignore: int) -> Any:
@@ -469,7 +511,7 @@ def smoothed(logp: Any, target: Any, eps: float, *, others: bool, weight: Any, i
 # Masks.
 
 
-def _parts_exchanged(a: Given, places: tuple[int, int]) -> list[Any]:
+def _parts_exchanged(a: CallArguments, places: tuple[int, int]) -> list[Any]:
     outs = a.every()
     i, j = places
     order = list(range(len(outs)))
@@ -478,18 +520,18 @@ def _parts_exchanged(a: Given, places: tuple[int, int]) -> list[Any]:
     return [outs[k] for k in order]
 
 
-def _masked(a: Given) -> tuple[Any, Any, Any]:
+def _masked(a: CallArguments) -> tuple[Any, Any, Any]:
     """Return mask, value where it is set, and value elsewhere."""
     return (a.condition, a.self, a.other) if a.call.name == "where" else (a.mask, a.value, a.self)
 
 
-def _filled(a: Given, value: float, *, invert: bool = False) -> Any:
+def _filled(a: CallArguments, value: float, *, invert: bool = False) -> Any:
     mask, _, other = _masked(a)
     other = torch.as_tensor(other)
     return torch.where(~mask if invert else mask, torch.as_tensor(value, dtype=other.dtype), other)
 
 
-def _mask_of_sum(a: Given) -> tuple[Any, Any] | None:
+def _mask_of_sum(a: CallArguments) -> tuple[Any, Any] | None:
     """Return the additive mask of a sum and its other summand, None where neither is a mask."""
     for mine, other in ((a.self, a.other), (a.other, a.self)):
         both = isinstance(mine, torch.Tensor) and isinstance(other, torch.Tensor)
@@ -503,7 +545,7 @@ def _where_masked(values: Iterable[float]) -> Options:
     return lambda a, out: list(values) if _mask_of_sum(a) is not None else []
 
 
-def _added(a: Given, value: float, *, invert: bool = False, replace: bool = False) -> Any:
+def _added(a: CallArguments, value: float, *, invert: bool = False, replace: bool = False) -> Any:
     """Return a sum with another additive mask."""
     found = _mask_of_sum(a)
     if found is None:  # the row is tried again at another call of the line
@@ -548,11 +590,11 @@ MODES = ("reflect", "replicate", "circular")
 BOTH = (True, False)
 
 
-def _near(name: str) -> Callable[[Given, Any], list[Any]]:
+def _near(name: str) -> Callable[[CallArguments, Any], list[Any]]:
     return lambda a, out: [a.values[name] + 1, a.values[name] - 1]
 
 
-def _reindexed(a: Given, by: int) -> Any:
+def _reindexed(a: CallArguments, by: int) -> Any:
     indices = zip(a.indices, a.self.shape, strict=False)
     return a.out(
         indices=[i if i is None or i.dtype == torch.bool else (i + by) % n for i, n in indices]
@@ -575,7 +617,7 @@ def _padded(x: Any, pad: Sequence[int], mode: str) -> Any:
     return x
 
 
-def _other_pads(a: Given, out: Any) -> list[list[int]]:
+def _other_pads(a: CallArguments, out: Any) -> list[list[int]]:
     """Return as many elements of padding, split otherwise between the two ends of each axis.
 
     The other end first.
@@ -587,7 +629,7 @@ def _other_pads(a: Given, out: Any) -> list[list[int]]:
     return [list(chain.from_iterable(pads)) for pads in ends]
 
 
-def _both(a: Given, out: Any) -> list[str]:
+def _both(a: CallArguments, out: Any) -> list[str]:
     """Return the operands of a sum or a product of two tensors, or nothing."""
     return (
         ["second", "first"]
@@ -596,18 +638,18 @@ def _both(a: Given, out: Any) -> list[str]:
     )
 
 
-def _one(a: Given, out: Any) -> list[str]:
+def _one(a: CallArguments, out: Any) -> list[str]:
     return _both(a, out)[:1]
 
 
-def _axes(a: Given, out: Any) -> list[int]:
+def _axes(a: CallArguments, out: Any) -> list[int]:
     return [d for d in range(out.dim()) if d != a.dim % out.dim()]
 
 
 def _argument(cause: str, operations: str, name: str, values: Options) -> Row:
     """Return that an argument has another value."""
 
-    def others(a: Given, out: Any) -> list[Any]:
+    def others(a: CallArguments, out: Any) -> list[Any]:
         mine = getattr(a, name)
         every = values(a, out) if callable(values) else values
         return [
@@ -617,7 +659,13 @@ def _argument(cause: str, operations: str, name: str, values: Options) -> Row:
         ]
 
     words = f"no {name}" if values == (None,) else f"{name} {{}} instead of {{given.{name}}}"
-    return Row(cause, operations, words, lambda a, value: a.every(**{name: value}), others)
+    return Row(
+        cause,
+        operations,
+        words,
+        lambda a, value: a.every(**{name: value}),
+        others,
+    )
 
 
 FORMULAS = (
@@ -1130,7 +1178,7 @@ def mistakes(
     index: int, call: Call, args: Sequence[Any], kwargs: Any, out: Any
 ) -> Iterator[Hypothesis]:
     """Yield the usual mistakes with one operation, by the table and by its numbers."""
-    given = Given(call, args, kwargs)
+    given = CallArguments(call, args, kwargs)
     yield from _other_numbers(index, call, given)
     activates = is_activation(call) and isinstance(out, torch.Tensor) and out.is_floating_point()
     for row in rows_of(call.name, activates):
@@ -1145,7 +1193,7 @@ _NUMBERED = re.compile(
 BASES = (1e4, 1e3, 1e5, 5e5, 1e6, 100.0)
 
 
-def _other_numbers(index: int, call: Call, given: Given) -> Iterator[Hypothesis]:
+def _other_numbers(index: int, call: Call, given: CallArguments) -> Iterator[Hypothesis]:
     """Yield other values of a number that the author's code has in a sum, product, power or limit."""
     if not _NUMBERED.fullmatch(call.name):
         return

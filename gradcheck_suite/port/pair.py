@@ -321,7 +321,12 @@ class JaxModel:
             mutable = [name for name in params if name != "params"] if self._pair.train else []
             if not mutable:
                 return self._model.apply(params, *inputs, **how), []
-            out, updated = self._model.apply(params, *inputs, mutable=mutable, **how)
+            out, updated = self._model.apply(
+                params,
+                *inputs,
+                mutable=mutable,
+                **how,
+            )
             return out, jax.tree.leaves(updated)
         if self.library == "nnx":
             nnx = self._nnx()
@@ -436,7 +441,7 @@ def is_statistic(name: str) -> bool:
     return name.rpartition(".")[2] in ("running_mean", "running_var")
 
 
-def movable(module: nn.Module) -> set[str]:
+def perturbable_names(module: nn.Module) -> set[str]:
     """Return the names of parameters and running statistics.
 
     Other buffers may be tables that a port computes.
@@ -460,7 +465,7 @@ def is_neutral(value: Array) -> bool:
 Draw = Callable[[Array, str], Array]
 
 
-def moved(rng: np.random.Generator, much: float = 1.0) -> Draw:
+def perturbed(rng: np.random.Generator, much: float = 1.0) -> Draw:
     """Return a draw of values about a third of their size away: zero biases and unit scales stay so
     no longer.
 
@@ -504,7 +509,7 @@ def _in_order(value: Array, noise: Array) -> Array:
     return new if value[0] < value[-1] else new[::-1].copy()
 
 
-def distinct(rng: np.random.Generator, high: bool) -> Draw:
+def distinct_values(rng: np.random.Generator, high: bool) -> Draw:
     """Return a draw of distinct positive values, by which elements are told apart."""
     return lambda value, name: rng.uniform(0.5, 1.0, value.shape) + (0.75 if high else 0.0)
 
@@ -588,7 +593,7 @@ def built_again(pair: Port, draw: Draw) -> tuple[Port, State]:
     return again, state_of(again.module)
 
 
-def raised(side: str, call: Callable[[], Any], hint: str = "") -> Any:
+def call_user_code(side: str, call: Callable[[], Any], hint: str = "") -> Any:
     """Return what a call of the author's code returns.
 
     Args:

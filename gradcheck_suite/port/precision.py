@@ -104,7 +104,12 @@ def _of_dtype(sides: Sides, dtype: str, exact: list[torch.Tensor]) -> Precision:
     lines = _low_lines(closed.jaxpr, low)
     ratio = off / max(own, 1e-300)
     words = f"in {dtype} the port's error is {off:.2g}, {ratio:.2g} times torch's own"
-    return Precision(words + _at(lines), off, MUCH * own, next(iter(lines), None))
+    return Precision(
+        words + _at(lines),
+        off,
+        MUCH * own,
+        next(iter(lines), None),
+    )
 
 
 def _torch_outputs(sides: Sides, low: torch.dtype) -> list[Array]:

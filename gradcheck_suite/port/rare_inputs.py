@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradcheck_suite.port.changes import RAISED, Given, Hypothesis
+from gradcheck_suite.port.changes import RAISED, CallArguments, Hypothesis
 from gradcheck_suite.port.drawing import limited, resampled
 from gradcheck_suite.port.sides import Point
 from gradcheck_suite.port.sizes import is_sized
@@ -214,7 +214,7 @@ def ordered(*, first: bool, signed: bool = False) -> Change:
     """
 
     def change(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
-        given = Given(call, args, kwargs)
+        given = CallArguments(call, args, kwargs)
         value = given.self
         dim = given.dim
         falls = given.largest if call.name == "topk" else given.descending

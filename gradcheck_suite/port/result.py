@@ -166,7 +166,14 @@ class PortFinding(Violation):
         """The difference as CI systems show it."""
         level: Literal["warning", "error"] = "warning" if self.kind == "precision" else "error"
         text = f"{self.module or MODEL}: {self.sentence}"
-        return Notice(level, self.diagnosis, text, self.fix, self.line, self.reason)
+        return Notice(
+            level,
+            self.diagnosis,
+            text,
+            self.fix,
+            self.line,
+            self.reason,
+        )
 
     def accepted_by(self, entries: Iterable[Accepted]) -> list[Accepted]:
         """Return the entries that accept the difference: of several causes, each of them."""

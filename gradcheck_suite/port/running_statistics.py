@@ -156,7 +156,14 @@ def _step_of(sides: Sides, name: str, before: Array, after: Array) -> _Step:
     batch = (after - (1 - momentum) * before) / momentum
     count = _count(sides, name, part)
     biased = batch * (count - 1) / count
-    return _Step(before, batch, biased, momentum, getattr(part, "eps", 1e-5), count)
+    return _Step(
+        before,
+        batch,
+        biased,
+        momentum,
+        getattr(part, "eps", 1e-5),
+        count,
+    )
 
 
 def _count(sides: Sides, name: str, part: nn.Module) -> int:

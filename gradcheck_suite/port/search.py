@@ -106,7 +106,7 @@ class Repairs:
     changes: dict[int, Change] = field(default_factory=dict)
     leaves: dict[Any, Any] = field(default_factory=dict)
 
-    def plus(self, hypothesis: Hypothesis) -> Repairs:
+    def with_change(self, hypothesis: Hypothesis) -> Repairs:
         """Return these with one more."""
         changes = dict(self.changes)
         leaves = dict(self.leaves)
@@ -345,7 +345,7 @@ class Search:
         def behind_matched(i: int) -> Iterator[int]:
             return self.readers(i) if i == place or i not in self._inside else iter(())
 
-        return [i for i in walked([place], behind_matched, 3) if i in self._inside]
+        return [i for i in breadth_first([place], behind_matched, 3) if i in self._inside]
 
     def _explained(self, place: int, hypothesis: Hypothesis) -> Explanation[Found] | None:
         found = self.test(place, hypothesis)
@@ -385,7 +385,7 @@ class Search:
             before = self._runs_before[number]
             if before is None:
                 continue
-            run = self._ran(self.repairs.plus(found.hypothesis), witness.program)
+            run = self._ran(self.repairs.with_change(found.hypothesis), witness.program)
             side = witness.side
             if run is None:
                 return False
@@ -414,7 +414,7 @@ class Search:
         have torch's.
         """
         side = self.matching.side
-        run = self._ran(self.repairs.plus(hypothesis), self.program)
+        run = self._ran(self.repairs.with_change(hypothesis), self.program)
         if run is None or _shapes(run) != _shapes(self.matching.run):
             return None
         if any(_is_nan_alone(a, b) for a, b in zip(run.outs, side.outs, strict=False)):
@@ -422,7 +422,13 @@ class Search:
         error = self._off(run, side)
         looked = sorted({place, *self.region[:60]})
         new = {i: self.matching.is_new(run.seen[i], self.matching.run.seen[i]) for i in looked}
-        return Found(hypothesis, place, error, [i for i in looked if new[i]], run)
+        return Found(
+            hypothesis,
+            place,
+            error,
+            [i for i in looked if new[i]],
+            run,
+        )
 
     def _everywhere(self, found: Found) -> Found:
         """Return a change also at the other calls of its line: those of other time steps, and of
@@ -468,7 +474,7 @@ class Search:
                 if isinstance(r.kind, int) and through(r.kind)
             )
 
-        yield from walked(todo, reads, depth)
+        yield from breadth_first(todo, reads, depth)
 
     def _order(self, first: list[int]) -> list[int]:
         """Return the calls to look at: the first lost ones in turn, each with those that read it."""
@@ -477,7 +483,7 @@ class Search:
             return (r for r in self.readers(i) if r in self._inside)
 
         chains = [
-            [start, *islice(walked([start], lost_readers, PLACES), PLACES)]
+            [start, *islice(breadth_first([start], lost_readers, PLACES), PLACES)]
             for start in first[:PLACES]
         ]
         turns = zip_longest(*(one[:PLACES] for one in chains))
@@ -502,10 +508,16 @@ class Search:
                 return run.get(function)
             return run.get(ref) if function is None else dense(function(run.get(ref)))
 
-        changes = self.repairs.plus(hypothesis).changes
+        changes = self.repairs.with_change(hypothesis).changes
         try:
             with torch.no_grad():
-                return recomputed(self.program, place, self._affected_by(hypothesis), get, changes)
+                return recomputed(
+                    self.program,
+                    place,
+                    self._affected_by(hypothesis),
+                    get,
+                    changes,
+                )
         except RAISED:
             return None
         except Exception as error:
@@ -516,7 +528,7 @@ class Search:
         """Return the calls that a hypothesis changes, or that read what is changed."""
         key = (*hypothesis.changes, *hypothesis.leaves)
         if key not in self._affected:
-            self._affected[key] = behind(self.program, hypothesis.changes, hypothesis.leaves)
+            self._affected[key] = downstream(self.program, hypothesis.changes, hypothesis.leaves)
         return self._affected[key]
 
     def positions(self, place: int) -> Iterator[tuple[int, Ref]]:
@@ -536,7 +548,7 @@ def _is_flat(value: Any) -> bool:
     )
 
 
-def walked(
+def breadth_first(
     start: list[int], following: Callable[[int], Iterable[int]], depth: int
 ) -> Iterator[int]:
     """Yield the calls that follow some calls, the nearest first."""
@@ -549,7 +561,9 @@ def walked(
         yield from level
 
 
-def behind(program: TorchProgram, calls: Iterable[int], leaves: Collection[Any] = ()) -> set[int]:
+def downstream(
+    program: TorchProgram, calls: Iterable[int], leaves: Collection[Any] = ()
+) -> set[int]:
     """Return some calls, and those that read their results, or some leaves, directly or through
     others.
     """
@@ -644,7 +658,7 @@ def repeated(
         return {}
     calls = program.calls
     mine = min(hypothesis.changes)
-    together = Repairs().plus(hypothesis)
+    together = Repairs().with_change(hypothesis)
     for index, call in enumerate(calls):
         by = index - mine
         if (
@@ -657,7 +671,7 @@ def repeated(
         fits = all(0 <= i < len(calls) and calls[i].name == calls[i - by].name for i in moved)
         fits = fits and alike(program, index) == alike(program, mine)
         if fits and not any(i in together.changes for i in moved):
-            together = together.plus(hypothesis.further_on(by))
+            together = together.with_change(hypothesis.shifted(by))
     return together.changes
 
 

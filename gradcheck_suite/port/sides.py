@@ -16,17 +16,24 @@ import torch
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.port.changes import RAISED
-from gradcheck_suite.port.jax_program import TABLE_MARGIN, JaxProgram, JaxRun, Result, lifted, table
+from gradcheck_suite.port.jax_program import (
+    TABLE_MARGIN,
+    JaxProgram,
+    JaxRun,
+    Result,
+    lifted,
+    rounding_table,
+)
 from gradcheck_suite.port.mapping import StateMap
 from gradcheck_suite.port.matching import Side, array, outputs_error
 from gradcheck_suite.port.number_sets import Array, aligned, error, turn
 from gradcheck_suite.port.pair import (
     JaxModel,
     Port,
+    call_user_code,
     flat_output,
     is_number,
     named_outputs,
-    raised,
     set_state,
 )
 from gradcheck_suite.port.search import Repairs, Witness
@@ -140,7 +147,7 @@ class Sides:
         self._other = seed + 1, much
         set_state(self.pair.module, self.state)
         self.given.kept.clear()
-        outs = raised("the torch module", lambda: self._torch_outs(self.given))
+        outs = call_user_code("the torch module", lambda: self._torch_outs(self.given))
         return not any(bool(torch.isnan(o).any()) for o in outs)
 
     # outputs and loss of both sides
@@ -242,7 +249,7 @@ class Sides:
         shapes = point.shapes
         if shapes not in self._jax:
             self._shapes = [tuple(v.shape) for v in self._torch_outs(point)]
-            self._jax[shapes] = raised(
+            self._jax[shapes] = call_user_code(
                 "the JAX side",
                 lambda: JaxProgram(self._function, *self.arguments(point)),
                 _ONE_EXAMPLE if self.model.library == "equinox" else "",
@@ -283,7 +290,13 @@ class Sides:
         outs, loss, results = ran
         values = [r.value for r in results]
         equations = [r.equation for r in results]
-        return Side([*values, *more], [*equations, *[None] * len(more)], outs, loss, tolerance)
+        return Side(
+            [*values, *more],
+            [*equations, *[None] * len(more)],
+            outs,
+            loss,
+            tolerance,
+        )
 
     def witnesses(self, point: Point) -> Iterator[Witness]:
         """Yield other parameters at a point, and the other points: what is said of one holds at all
@@ -319,10 +332,10 @@ class Sides:
         Raises:
             UsageError: one raises, their outputs cannot be compared, or both are NaN.
         """
-        outs = raised("the torch module", lambda: self._torch_outs(self.given))
+        outs = call_user_code("the torch module", lambda: self._torch_outs(self.given))
         if not outs:
             raise UsageError("the torch module returns no tensor, or `outputs` keeps none")
-        run = raised("the JAX side", lambda: self.jax_run(self.given))
+        run = call_user_code("the JAX side", lambda: self.jax_run(self.given))
         if self._is_matched_otherwise(outs, run):
             outs = self._torch_outs(self.given)
             if not outs:
@@ -449,14 +462,26 @@ class Sides:
         bounds.gradients = {n: 10 * RESOLUTION * size + least for n, size in sizes.items()}
         for draw in range(2):
             moved, others = self._rounded(program, base, draw)
-            self._add(bounds, outputs_error(base.outs, moved.outs), slopes, others, MARGIN)
+            self._add(
+                bounds,
+                outputs_error(base.outs, moved.outs),
+                slopes,
+                others,
+                MARGIN,
+            )
         if tables := self._tables(program):
             moved, others = self.slopes(program, Repairs(), tables)
-            self._add(bounds, outputs_error(base.outs, moved.outs), slopes, others, 1.0)
+            self._add(
+                bounds,
+                outputs_error(base.outs, moved.outs),
+                slopes,
+                others,
+                1.0,
+            )
             bounds.rounded = True
         unit = UNIT_ROUNDOFF["float32"]
         moves = {
-            i: table(self.leaves[i])[1]
+            i: rounding_table(self.leaves[i])[1]
             for i, leaf in enumerate(self.map.leaves)
             if leaf and leaf.is_constant
         }
@@ -467,7 +492,13 @@ class Sides:
             off = outputs_error([*run.outs, run.loss], [*shifted.outs, shifted.loss])
             before = self.gradients(run)
             after = self.gradients(shifted)
-            self._add(bounds, off + TABLE_MARGIN * unit, before, after, 1.0)
+            self._add(
+                bounds,
+                off + TABLE_MARGIN * unit,
+                before,
+                after,
+                1.0,
+            )
             bounds.rounded = True
         return bounds
 
@@ -545,7 +576,7 @@ class Sides:
         for (kind, name), value in program.leaves().items():
             free = kind == "state" and name in self.map.names and name not in self.map.movable
             if kind == "constant" or (free and not used[self.map.part(name)].any()):
-                move = table(value.numpy())[1] if value.dtype == torch.float64 else None
+                move = rounding_table(value.numpy())[1] if value.dtype == torch.float64 else None
                 if move is not None:
                     found[kind, name] = value + torch.as_tensor(UNIT_ROUNDOFF["float32"] * move)
         return found
@@ -590,7 +621,12 @@ def _slopes_by(run: TorchRun, keys: Mapping[str, Any]) -> dict[str, Array]:
     if not run.loss.requires_grad:
         return {}
     tensors = [run.leaves[k] for k in keys.values()]
-    found = torch.autograd.grad(run.loss, tensors, allow_unused=True, retain_graph=True)
+    found = torch.autograd.grad(
+        run.loss,
+        tensors,
+        allow_unused=True,
+        retain_graph=True,
+    )
     return {n: array(g) for n, g in zip(keys, found, strict=True) if g is not None}
 
 

@@ -93,7 +93,12 @@ def resizes(base: Point, axes: tuple[Axis, ...], numbers: Iterable[int]) -> Iter
     arrays = (*base.inputs, *base.targets)
     first = np.shape(arrays[axes[0][0]])
     given = int(first[axes[0][1]])
-    near = _sizes_of_interest(given, len(first), numbers, is_batch=not any(a for _, a in axes))
+    near = _sizes_of_interest(
+        given,
+        len(first),
+        numbers,
+        is_batch=not any(a for _, a in axes),
+    )
     whole = max(prod(np.shape(a)) for a in arrays if is_sized(a))
     largest = whole * (GROWTH if whole <= SMALL_INPUT else 4)
     least = 2 if _is_shared(arrays, axes, given) else 0

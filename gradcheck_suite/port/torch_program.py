@@ -661,7 +661,13 @@ class TorchProgram:
                 else made
             )
             seen.append(copies)
-        return TorchRun(values, seen, [get(r) for r in self.outs], get(self.loss), leaves)
+        return TorchRun(
+            values,
+            seen,
+            [get(r) for r in self.outs],
+            get(self.loss),
+            leaves,
+        )
 
     def _opened(self, changes: Mapping[int, Change]) -> set[int]:
         """Return the calls of Functions whose forward is changed.

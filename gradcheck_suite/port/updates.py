@@ -31,7 +31,7 @@ from gradcheck_suite.port.jax_program import Stored, in_double
 from gradcheck_suite.port.mapping import Leaf, StateMap
 from gradcheck_suite.port.matching import array
 from gradcheck_suite.port.number_sets import Array
-from gradcheck_suite.port.pair import JaxModel, is_float, raised, shaped_as
+from gradcheck_suite.port.pair import JaxModel, call_user_code, is_float, shaped_as
 from gradcheck_suite.run.environment import imported
 
 NORMS = (10.0, 0.02, 3.0, 40.0)
@@ -87,7 +87,12 @@ def torch_steps(
             for n, p in own.items():
                 p.copy_(shaped_as(start[n], p))
         optimizer = make(module.parameters())
-        recipe = Recipe(_class_of(optimizer), [dict(g) for g in optimizer.param_groups], [], [])
+        recipe = Recipe(
+            _class_of(optimizer),
+            [dict(g) for g in optimizer.param_groups],
+            [],
+            [],
+        )
 
         def note_gradients(o: Any, *_: Any) -> None:
             recipe.gradients[len(found) :] = [
@@ -154,7 +159,12 @@ def jax_steps(
     except jax.errors.JAXTypeError:
         # it reads its parameters with numpy: people call `init` outside of jit
         state = optimizer.init(params)
-    run = Stored(in_double(step), tree(gradients[0]), state, params)
+    run = Stored(
+        in_double(step),
+        tree(gradients[0]),
+        state,
+        params,
+    )
     found = []
     for given in gradients:
         params, state = run(tree(given), state, params)
@@ -222,7 +232,13 @@ def _value_of(cause: str, key: str, *values: Any) -> Row:
         return [v for v in alike if v != mine] if mine is not None else []
 
     words = f"{key} {{}} instead of {{given.groups[0][{key}]}}"
-    return Row(cause, ".*", words, lambda r, value: r.put(**{key: value}), others)
+    return Row(
+        cause,
+        ".*",
+        words,
+        lambda r, value: r.put(**{key: value}),
+        others,
+    )
 
 
 VALUES: tuple[Row, ...] = (
@@ -246,7 +262,12 @@ VALUES: tuple[Row, ...] = (
 
 def _form(cause: str, optimizers: str, words: str, **form: Any) -> Row:
     """Return the row of a form that no class of torch's offers; see `_Written`."""
-    return Row(cause, optimizers, words, lambda r, _: r.written(**form))
+    return Row(
+        cause,
+        optimizers,
+        words,
+        lambda r, _: r.written(**form),
+    )
 
 
 FORMS: tuple[Row, ...] = (
@@ -589,7 +610,7 @@ class Updates:
         self._pushed = [state_map.push(self._vector(step)) for step in self._gradients]
         # one step more: of a schedule one step ahead
         longer = [*self._gradients, self._gradients[-1]]
-        mine, recipe = raised(
+        mine, recipe = call_user_code(
             "torch_optimizer", lambda: torch_steps(pair.module, make, self._start, longer)
         )
         self._mine = mine[:-1]
@@ -600,7 +621,7 @@ class Updates:
                 f" {pair.jax_optimizer!r}"
             )
         steps = lambda: jax_steps(pair.jax_optimizer, state_map.model, leaves, self._pushed)  # noqa: E731 - one use
-        self._theirs = raised("jax_optimizer", steps)
+        self._theirs = call_user_code("jax_optimizer", steps)
         self.leaves = [i for i, leaf in enumerate(state_map.leaves) if self._is_judged(leaf, base)]
 
     def _vector(self, values: Mapping[str, Array]) -> Array:
@@ -667,14 +688,28 @@ class Updates:
                 f"{leaf.path}, which is a sum of {' and '.join(self._map.sources(leaf))}, as one"
                 " parameter"
             )
-            return UpdateFault("merged-biases", words, wrong[at], leaf, True, expected)
+            return UpdateFault(
+                "merged-biases",
+                words,
+                wrong[at],
+                leaf,
+                True,
+                expected,
+            )
         own = dict(self._map.pair.module.named_parameters())
         sources = chain.from_iterable(map(self._map.sources, leaves))
         names = {own[n]: n for n in sources if n in own}
         settings = list(_settings(self._recipe, self._gradients, names))
         found = best_explanation(self._attempts(settings, at), _made, self._budget)
         cause, words = found.value if found else ("unknown", f"other steps{self._budget.words}")
-        return UpdateFault(cause, words, wrong[at], leaf, is_partial and found is None, expected)
+        return UpdateFault(
+            cause,
+            words,
+            wrong[at],
+            leaf,
+            is_partial and found is None,
+            expected,
+        )
 
     def _attempts(self, settings: Sequence[Setting], at: int) -> Iterator[Attempt]:
         """Yield attempts to explain the steps: by one setting, by other learning rates alone or
@@ -710,7 +745,13 @@ class Updates:
         try:
             for setting in settings:
                 r = setting.make(r)
-            made = torch_steps(module, lambda _: r.made(), self._start, r.gradients, r.rates)
+            made = torch_steps(
+                module,
+                lambda _: r.made(),
+                self._start,
+                r.gradients,
+                r.rates,
+            )
         except Exception:  # an optimizer of another kind may take no such setting
             return False
         return not self.wrong(made[0])
@@ -758,7 +799,13 @@ class Updates:
             if abs(factor) < 1e-12:  # a rate of 0, up to rounding
                 factor = 0.0
             rates[number] = [factor * rate for rate in rates[number]]
-        made = torch_steps(module, lambda _: recipe.made(), self._start, recipe.gradients, rates)
+        made = torch_steps(
+            module,
+            lambda _: recipe.made(),
+            self._start,
+            recipe.gradients,
+            rates,
+        )
         return None if self.wrong(made[0]) else rates
 
     def _moved_in_port(self, number: int, before: Array) -> Array:

@@ -295,7 +295,12 @@ class Tapes:
         if self._telling.get(request.key, -1) >= is_telling:
             return
         self._telling[request.key] = is_telling
-        self._samples[request.key] = Sample(request, program, copied(arguments), is_telling)
+        self._samples[request.key] = Sample(
+            request,
+            program,
+            copied(arguments),
+            is_telling,
+        )
         if len(self._samples) > self._maximum:
             # it is noted again at its next call
             del self._telling[self._samples.popitem(last=False)[0]]

@@ -177,9 +177,22 @@ class _Leaf:
         x = self._fold(x)
         request, zeros = self._request(rows, params, x, extras)
         if cotangent is None:
-            return programs.PROGRAMS.evaluate(request, params, x, extras, zeros, is_telling=False)
+            return programs.PROGRAMS.evaluate(
+                request,
+                params,
+                x,
+                extras,
+                zeros,
+                is_telling=False,
+            )
         cotangent = cotangent.reshape(-1, *self._shape(1)[1:])
-        return programs.PROGRAMS.evaluate(request, params, x, extras, pad_zeros(cotangent, len(x)))
+        return programs.PROGRAMS.evaluate(
+            request,
+            params,
+            x,
+            extras,
+            pad_zeros(cotangent, len(x)),
+        )
 
     def _request(
         self, rows: int, params: Arrays, x: npt.NDArray[Any], extras: Arrays
@@ -260,17 +273,35 @@ class Walk:
         for i, layer in enumerate(layers, start):
             kind = layer_definition(layer)
             if kind.wraps is None:
-                self.nodes.append(_Leaf(layer, signal, f"{path}{i}", ties))
+                self.nodes.append(
+                    _Leaf(
+                        layer,
+                        signal,
+                        f"{path}{i}",
+                        ties,
+                    )
+                )
             elif kind.parallel:
                 branches = [
-                    Walk([branch], signal, f"{path}{i}.", ties, b)
+                    Walk(
+                        [branch],
+                        signal,
+                        f"{path}{i}.",
+                        ties,
+                        b,
+                    )
                     for b, branch in enumerate(layer.layers)
                 ]
                 self.nodes.append(
                     _Branches(branches, feature_axis(signal) if kind.wraps == "concat" else None)
                 )
             else:
-                inner = Walk(layer.layers, signal, f"{path}{i}.", ties)
+                inner = Walk(
+                    layer.layers,
+                    signal,
+                    f"{path}{i}.",
+                    ties,
+                )
                 residual = _Branches([Walk([], signal), inner], None)
                 # a shared chain is run twice
                 self.nodes += [residual] if kind.wraps == "residual" else [inner, inner]
@@ -445,7 +476,12 @@ def large_batch_gradients(
         For each window the loss, and for every name in `values` an array of its shape; those of
         buffers have no meaning.
     """
-    return StartedGradients(problem, values, data, windows).result()
+    return StartedGradients(
+        problem,
+        values,
+        data,
+        windows,
+    ).result()
 
 
 class StartedGradients:

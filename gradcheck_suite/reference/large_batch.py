@@ -183,9 +183,12 @@ class Float64Bound:
             return
         instance = self._window.reference.instance
         try:
-            Computation(instance, self._window.model(), torch.float64, self._compute).gradient(
-                *self._window.parts
-            )
+            Computation(
+                instance,
+                self._window.model(),
+                torch.float64,
+                self._compute,
+            ).gradient(*self._window.parts)
         except RuntimeError as error:
             raise CannotJudgeError(
                 f"the plain large batch fails under autocast {self._compute}: {error}"
@@ -282,7 +285,12 @@ class LowPrecisionBound:
     def _errors(self, parts: Sequence[Part]) -> RoundingErrors:
         computation = self._window.float64_bound.computation
         dtype = torch_dtype(self._unit)
-        return RoundingErrors(computation, parts, dtype, smallest=self._smallest)
+        return RoundingErrors(
+            computation,
+            parts,
+            dtype,
+            smallest=self._smallest,
+        )
 
     def comparable(self, observed: Vector) -> Vector:
         """Return the gradient, with the expected value where it may be NaN or another infinity.
@@ -476,7 +484,12 @@ def _compare_drawn(
 
 def _within(bound: WindowBound, evidence: Comparison, noises: Iterable[Vector]) -> Comparison:
     allowed = np.maximum(bound.quick, bound.summing + np.max([*noises], axis=0))
-    return Comparison(evidence.layout, evidence.expected, evidence.observed, allowed)
+    return Comparison(
+        evidence.layout,
+        evidence.expected,
+        evidence.observed,
+        allowed,
+    )
 
 
 # One window of a case: its expected gradient by torch and by JAX, and the comparison of an observed
@@ -514,7 +527,12 @@ class Window:
         self.members = instance.case.plan.windows[index]
         self.items = instance.case.plan.window_items(index)
         try:
-            gradients = gradients_of(instance, self.model(), self.items, dtype=torch.float64)
+            gradients = gradients_of(
+                instance,
+                self.model(),
+                self.items,
+                dtype=torch.float64,
+            )
         except RuntimeError as error:
             raise CannotJudgeError(f"the plain large batch fails in float64: {error}") from error
         self.reached = frozenset(name for name, g in gradients.items() if g is not None)
@@ -589,7 +607,12 @@ class Window:
         self._make_bounds()
         bound = self.float64_bound
         layout = self.reference.layout
-        evidence = Comparison(layout, self.jax, by_numpy, bound.quick)
+        evidence = Comparison(
+            layout,
+            self.jax,
+            by_numpy,
+            bound.quick,
+        )
         compared = compare_within(bound, evidence, accumulated=False)
         if compared.ratio > 1:
             programs.PROGRAMS.note_difference(
@@ -630,7 +653,12 @@ class Window:
         draws.
         """
         compared = self.bound.comparable(observed)
-        return Comparison(self.reference.layout, self.expected, compared, self.bound.quick)
+        return Comparison(
+            self.reference.layout,
+            self.expected,
+            compared,
+            self.bound.quick,
+        )
 
     def contributions(self, *, summed: bool = False) -> list[Vector]:
         """Return the float64 gradient of each micro-batch's own loss, as `Problem.loss` gives it or
@@ -689,7 +717,12 @@ def disagreement(window: Window, jax: Vector | None = None) -> str | None:
         return None
     bound = window.float64_bound
     layout = window.reference.layout
-    quickly = Comparison(layout, by_jax, window.torch, bound.quick)
+    quickly = Comparison(
+        layout,
+        by_jax,
+        window.torch,
+        bound.quick,
+    )
     if quickly.ratio <= 1:
         return None
     if text := _randomness(window):
@@ -716,7 +749,13 @@ def accumulation_fault(window: Window) -> str | None:
     bound = window.float64_bound
     accumulated = np.sum(window.float64_bound.contributions, axis=0)
     compared = compare_within(
-        bound, Comparison(window.reference.layout, window.jax, accumulated, bound.quick)
+        bound,
+        Comparison(
+            window.reference.layout,
+            window.jax,
+            accumulated,
+            bound.quick,
+        ),
     )
     if compared.ratio <= 1:
         return None
@@ -784,7 +823,12 @@ def _randomness(window: Window) -> str | None:
             continue
         # a summation by several threads, or by atomic additions on CUDA, may take another order
         # each time
-        compared = Comparison(window.reference.layout, window.torch, repeated, bound.summing)
+        compared = Comparison(
+            window.reference.layout,
+            window.torch,
+            repeated,
+            bound.summing,
+        )
         if compared.ratio > 1:
             return (
                 f"two computations of torch's float64 gradient of {_where(window, compared)}: it is"
@@ -866,9 +910,19 @@ class Reference:
             compute: the autocast under which the loop computed its losses, or None.
         """
         if parameters is not None:
-            return Window(self, index, parameters, compute)
+            return Window(
+                self,
+                index,
+                parameters,
+                compute,
+            )
         if (index, compute) not in self._windows:
-            self._windows[index, compute] = Window(self, index, None, compute)
+            self._windows[index, compute] = Window(
+                self,
+                index,
+                None,
+                compute,
+            )
         return self._windows[index, compute]
 
     def flat(self, gradients: Gradients) -> Vector:
@@ -894,7 +948,12 @@ class Reference:
             and self._started is None
             and "jax" not in vars(self)
         ):
-            self._started = StartedGradients(spec, self.values64, arrays, self._items)
+            self._started = StartedGradients(
+                spec,
+                self.values64,
+                arrays,
+                self._items,
+            )
 
     def start(self) -> None:
         """Compute every window's gradient by torch, while other threads load or compile the

@@ -209,7 +209,12 @@ class Programs:
         program = self._tapes.program(request) if self._is_numpys else None
         if program is None:
             return to_numpy(self.run(request, *arguments))
-        self._tapes.keep_sample(request, program, arguments, is_telling=is_telling)
+        self._tapes.keep_sample(
+            request,
+            program,
+            arguments,
+            is_telling=is_telling,
+        )
         return program.tree(program.results(arguments))
 
     def prepare_evaluations(self, requests: Iterable[ProgramRequest]) -> None:

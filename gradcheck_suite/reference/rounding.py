@@ -717,7 +717,12 @@ class Computation:
         try:
             model = instance.model(self._dtype)
             model.load_state_dict(self._model.state_dict())
-            found = Computation(instance, model, self._dtype, self._compute)
+            found = Computation(
+                instance,
+                model,
+                self._dtype,
+                self._compute,
+            )
             found.gradient(*parts)
         except (RuntimeError, ValueError):
             return self
@@ -750,10 +755,20 @@ class Computation:
             smallest: spacing of the smallest numbers, as for `RandomRounding`.
         """
         if not self._is_on_cpu:
-            return self._at_moved_values(parts, dtype, draw, data=False)
+            return self._at_moved_values(
+                parts,
+                dtype,
+                draw,
+                data=False,
+            )
         try:
             for guarded in (self._guarded, True):
-                with RandomRounding(draw, dtype, guarded=guarded, smallest=smallest):
+                with RandomRounding(
+                    draw,
+                    dtype,
+                    guarded=guarded,
+                    smallest=smallest,
+                ):
                     found = self.gradient(*parts)
                 if guarded or np.isfinite(found).all():
                     return found

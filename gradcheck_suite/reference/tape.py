@@ -557,7 +557,13 @@ def _convolution(p: Parameters) -> Operation:
         filled = padded(a, 0, paddings)
         view = _windows(filled, (1, 1, *kernel), (1, 1, *strides), (1, 1, *dilations))
         items, features, *places = view.shape[: a.ndim]
-        grouped = view.reshape(items, groups, features // groups, *places, *kernel)
+        grouped = view.reshape(
+            items,
+            groups,
+            features // groups,
+            *places,
+            *kernel,
+        )
         spatial = range(3, 3 + len(places))
         terms = [2, *range(3 + len(places), grouped.ndim)]
         found = grouped.transpose(1, 0, *spatial, *terms)
@@ -1046,7 +1052,14 @@ class _Recorder:
         operation = RULES[name](parameters)
         results = [self.slot() for _ in equation.outvars]
         single = not equation.primitive.multiple_results
-        self.steps.append(_Step(operation, tuple(operands), tuple(results), single))
+        self.steps.append(
+            _Step(
+                operation,
+                tuple(operands),
+                tuple(results),
+                single,
+            )
+        )
         return results
 
 

@@ -153,19 +153,23 @@ def _module(name: str) -> tuple[str, ast.Module, dict[str, Any]]:
     guards = [node for node in tree.body if _is_guard(node, "TYPE_CHECKING")]
     guarded = chain.from_iterable(getattr(node, "body", ()) for node in guards)
     for node in [*guarded, *tree.body]:
-        if isinstance(node, ast.Import):
-            found |= {
-                a.asname or a.name.partition(".")[0]: (a.name, None, a.asname) for a in node.names
-            }
-        elif isinstance(node, ast.ImportFrom):
-            found |= {a.asname or a.name: (node.module, a.name, a.asname) for a in node.names}
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found[node.name] = node
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            parts = chain.from_iterable(map(ast.walk, targets))
-            found |= {part.id: node for part in parts if isinstance(part, ast.Name)}
+        found |= _bound_by(node)
     return source, tree, found
+
+
+def _bound_by(node: ast.stmt) -> dict[str, Any]:
+    """Return what a top-level statement gives a name: itself, or the import that the name is of."""
+    if isinstance(node, ast.Import):
+        return {a.asname or a.name.partition(".")[0]: (a.name, None, a.asname) for a in node.names}
+    if isinstance(node, ast.ImportFrom):
+        return {a.asname or a.name: (node.module, a.name, a.asname) for a in node.names}
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return {node.name: node}
+    if not isinstance(node, ast.Assign | ast.AnnAssign):
+        return {}
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    parts = chain.from_iterable(map(ast.walk, targets))
+    return {part.id: node for part in parts if isinstance(part, ast.Name)}
 
 
 def _is_own(module: str) -> bool:

@@ -129,6 +129,29 @@ def _shares(
     )
 
 
+def _partly_masked(
+    draw: st.DrawFn,
+    sizes: st.SearchStrategy[int],
+    count: int,
+    k: int,
+    epochs: int,
+    ranks: tuple[int, ...],
+) -> Plan:
+    """Draw a plan of which some micro-batches have no valid targets."""
+    # size and mask are adjacent draws, so that shrinking deletes a whole micro-batch
+    drawn = [draw(_with_mask(sizes)) for _ in range(count)]
+    masked = {j for j, (_, mask) in enumerate(drawn) if mask}
+    plan = Plan(
+        tuple(n for n, _ in drawn),
+        k,
+        epochs,
+        ranks=ranks,
+    )
+    # a window without valid targets is outside the contract
+    masked -= {window[0] for window in plan.windows if masked.issuperset(window)}
+    return plan.replace(masked=tuple(masked))
+
+
 @st.composite
 def _plans(
     draw: st.DrawFn, bounds: _Bounds, maskable: bool, assumes: str | tuple[str, ...]
@@ -175,18 +198,7 @@ def _plans(
             epochs,
             ranks=ranks,
         )
-    # size and mask are adjacent draws, so that shrinking deletes a whole micro-batch
-    drawn = [draw(_with_mask(sizes)) for _ in range(count)]
-    masked = {j for j, (_, mask) in enumerate(drawn) if mask}
-    plan = Plan(
-        tuple(n for n, _ in drawn),
-        k,
-        epochs,
-        ranks=ranks,
-    )
-    # a window without valid targets is outside the contract
-    masked -= {window[0] for window in plan.windows if masked.issuperset(window)}
-    return plan.replace(masked=tuple(masked))
+    return _partly_masked(draw, sizes, count, k, epochs, ranks)
 
 
 def plans(

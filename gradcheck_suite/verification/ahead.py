@@ -85,7 +85,12 @@ class OwnRun:
         outcome = run_loop(
             BUILT_IN[self.loop], generated_instance(self.case), time_limit_s=self.time_limit_s
         )
-        return Run(self.case, outcome, self.rules, self.evaluator)
+        return Run(
+            self.case,
+            outcome,
+            self.rules,
+            self.evaluator,
+        )
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,12 @@ def answer_to(run: Run) -> Answer:
     """Return the verdict on a run, or None where the parent has to judge it itself."""
 
     def runner(rank: int, alike: bool) -> LoopRunner:
-        return _WithoutLoop(_no_loop, assumes=run.rules.assumes, rank=rank, alike=alike)
+        return _WithoutLoop(
+            _no_loop,
+            assumes=run.rules.assumes,
+            rank=rank,
+            alike=alike,
+        )
 
     try:
         with evaluated_by(run.evaluator):
@@ -360,7 +370,13 @@ class Prefetcher:
         """
         if self._own is not None and self._is_judge_idle:
             self._is_judge_idle = False
-            own = OwnRun(case, self._own, self._rules, self._time_limit_s, evaluator())
+            own = OwnRun(
+                case,
+                self._own,
+                self._rules,
+                self._time_limit_s,
+                evaluator(),
+            )
             if number := judge.send(packed(own)):
                 self._sent.append((judge, number, case, None))
             return
@@ -373,7 +389,14 @@ class Prefetcher:
             self._runs = False  # told where the case's turn comes
             return
         try:
-            message = packed(Run(case, outcome, self._rules, evaluator()))
+            message = packed(
+                Run(
+                    case,
+                    outcome,
+                    self._rules,
+                    evaluator(),
+                )
+            )
         except (AttributeError, PicklingError, TypeError):
             self._runs = False  # a loop's optimizer has settings that no other process can have
             return

@@ -87,14 +87,24 @@ def step_calls_fault(
     for counts in outcome.scheduler_steps:
         if not schedules and (sentence := calls(counts)):
             found = Diagnosis(name, f"a learning rate scheduler was stepped {sentence}")
-            return Violation("step-count", name, found.explanation(), case)
+            return Violation(
+                "step-count",
+                name,
+                found.explanation(),
+                case,
+            )
     for method, counts in outcome.scaler_calls:
         if sentence := calls(counts):
             # a scaler that is disabled, as without CUDA, hides what this does to the gradient
             found = Diagnosis(
                 name, f"GradScaler.{method} was called {sentence}", causes=("scaler",)
             )
-            return Violation("step-count", name, found.explanation(), case)
+            return Violation(
+                "step-count",
+                name,
+                found.explanation(),
+                case,
+            )
     return None
 
 
@@ -291,7 +301,14 @@ def check(
         )
         return runners[-1]
 
-    verdict = check_run(run, case, rules, runner, problem=problem, shrinking=shrinking)
+    verdict = check_run(
+        run,
+        case,
+        rules,
+        runner,
+        problem=problem,
+        shrinking=shrinking,
+    )
     return replace(verdict, runs=verdict.runs + sum(runner.runs for runner in runners))
 
 
@@ -334,7 +351,13 @@ def check_run(
 
         def judged(rank: int) -> Verdict:
             again = runner(rank, outcomes[rank].alike)
-            return _judged_on_rank(reference, outcomes[rank], rank, rules, again)
+            return _judged_on_rank(
+                reference,
+                outcomes[rank],
+                rank,
+                rules,
+                again,
+            )
 
         verdict = judge_ranks(case, outcomes, judged)
         found = verdict.violation
@@ -356,8 +379,19 @@ def _judged_on_rank(
 ) -> Verdict:
     """Return the verdict on what one rank did."""
     case = reference.instance.case
-    trajectory = Trajectory(case, outcome, rules.assumes, jax=rules.jax)
-    verdict = RunJudge(reference, outcome, trajectory, runner, rules.autocast).verdict()
+    trajectory = Trajectory(
+        case,
+        outcome,
+        rules.assumes,
+        jax=rules.jax,
+    )
+    verdict = RunJudge(
+        reference,
+        outcome,
+        trajectory,
+        runner,
+        rules.autocast,
+    ).verdict()
     if verdict.violation or verdict.finding:
         return verdict
     schedules = SCHEDULES_MICRO_BATCHES in rules.assumes

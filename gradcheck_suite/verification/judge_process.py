@@ -34,7 +34,13 @@ class JudgeProcess:
     def __init__(self) -> None:
         """Start it."""
         devnull = subprocess.DEVNULL
-        self._child = Child(SERVE, orphan=True, stdout=devnull, stderr=devnull, limit_s=LIMIT_S)
+        self._child = Child(
+            SERVE,
+            orphan=True,
+            stdout=devnull,
+            stderr=devnull,
+            limit_s=LIMIT_S,
+        )
         self._connection = self._child.connection
         self._socket = os.fstat(self._connection.fileno()).st_ino
         self._owner = os.getpid()

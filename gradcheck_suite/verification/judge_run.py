@@ -391,7 +391,13 @@ def takes_duplicates(window: Window, runner: LoopRunner) -> bool:
     if reference is None or outcome is None:
         return False
     trajectory = Trajectory(case, outcome, (EDITS_PARAMETERS, EDITS_SETTINGS))
-    verdict = RunJudge(reference, outcome, trajectory, None, None).verdict()
+    verdict = RunJudge(
+        reference,
+        outcome,
+        trajectory,
+        None,
+        None,
+    ).verdict()
     return verdict.holds and not verdict.skipped
 
 
@@ -493,7 +499,16 @@ class RunJudge:
             diagnosis = "deadlock" if outcome.mismatched else "raised"
             if outcome.timed_out:
                 diagnosis = "deadlock" if outcome.deadlock else "timed-out"
-            return Verdict(case, Violation("raised", diagnosis, explanation, case, details=trace))
+            return Verdict(
+                case,
+                Violation(
+                    "raised",
+                    diagnosis,
+                    explanation,
+                    case,
+                    details=trace,
+                ),
+            )
         if outcome.structure:
             sentence = f"the loop changed the structure of the parameters: {outcome.structure}"
             return Verdict(case, self._of_model(Diagnosis("changed-model", sentence)))
@@ -522,7 +537,12 @@ class RunJudge:
             named = explain_steps(self.reference.instance, self.outcome, self.runner)
         else:
             named = step_pattern(self.case.plan, self.outcome)
-        return Violation("step-count", named.name, self._explanation(named), self.case)
+        return Violation(
+            "step-count",
+            named.name,
+            self._explanation(named),
+            self.case,
+        )
 
     def _of_parameters(self) -> Violation | None:
         """Return what changed parameters on a weight probe, or None."""
@@ -612,13 +632,25 @@ class RunJudge:
         if finding:
             return _Finding(finding)
         if comparison.ratio > 1:
-            return self._of_wrong_gradient(window, evaluation, comparison, epoch, moved=moved)
+            return self._of_wrong_gradient(
+                window,
+                evaluation,
+                comparison,
+                epoch,
+                moved=moved,
+            )
         if absent is None:
             return comparison.ratio
         named = none_and_not_zeros(absent)
         evidence = replace(comparison, missing=_missing(evaluation))
         place = (absent, epoch, index)
-        return self._violation("none-pattern", named, evidence, place, moved=moved)
+        return self._violation(
+            "none-pattern",
+            named,
+            evidence,
+            place,
+            moved=moved,
+        )
 
     def _of_wrong_gradient(
         self,
@@ -663,7 +695,16 @@ class RunJudge:
         parameter, _ = layout.place(comparison.worst.index)
         seen = evaluation.gradients[parameter]
         kind: ViolationKind = "gradient"
-        e = Evidence(comparison, window, epoch, self.runner) if self.runner else None
+        e = (
+            Evidence(
+                comparison,
+                window,
+                epoch,
+                self.runner,
+            )
+            if self.runner
+            else None
+        )
         if seen is None:
             kind = "none-pattern"
             named = explain_missing(parameter, e) if e else missing_gradient(parameter)
@@ -706,7 +747,12 @@ class RunJudge:
             known = explain_module_hooks(e, self.outcome.hooked) or explain_gradient(e)
         if known is None and not window.moved and self.case.dtype == "float64":
             # what the gradient alone determines, without a further run of the loop
-            known = diagnose_case(window, comparison, epoch, alike=self.outcome.alike)
+            known = diagnose_case(
+                window,
+                comparison,
+                epoch,
+                alike=self.outcome.alike,
+            )
         return known
 
     def _violation(
@@ -738,7 +784,12 @@ class RunJudge:
         )
 
     def _of_model(self, named: Diagnosis) -> Violation:
-        return Violation("parameters", named.name, self._explanation(named), self.case)
+        return Violation(
+            "parameters",
+            named.name,
+            self._explanation(named),
+            self.case,
+        )
 
     def _explanation(self, named: Diagnosis) -> str:
         explanation = named.explanation(jax=self.trajectory.jax)
@@ -786,7 +837,12 @@ class RunJudge:
             comparison: its gradient compared with the right one.
         """
         epoch, window = divmod(step, len(self.case.plan.windows))
-        e = self.runner and Evidence(comparison, self.reference.window(window), epoch, self.runner)
+        e = self.runner and Evidence(
+            comparison,
+            self.reference.window(window),
+            epoch,
+            self.runner,
+        )
         finite = np.isfinite(comparison.expected)
         kind: ViolationKind = (
             "gradient" if np.isfinite(comparison.observed[finite]).all() else "non-finite"

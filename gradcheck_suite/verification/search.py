@@ -175,7 +175,12 @@ def first_cases(
             within(WHOLE, assumes), reductions_within(assumes)[0], dtype=dtype, device=device
         )
     for number, plan in enumerate(FIRST):
-        dealt = dealt_to_ranks(within(plan, assumes), ranks, assumes, uneven=number > 0)
+        dealt = dealt_to_ranks(
+            within(plan, assumes),
+            ranks,
+            assumes,
+            uneven=number > 0,
+        )
         for reduction in reductions_within(assumes):
             yield probe_case(dealt, reduction, dtype=dtype, device=device)
 
@@ -222,7 +227,13 @@ def slopes_case(assumes: frozenset[str], dtype: str, device: str, ranks: int = 1
     if ranks > 1:
         # the same items in each window, dealt to two ranks
         plan = Plan((1, 1, 1, 1) * len(windows), 2, ranks=(2 * len(windows),) * 2)
-    return probe_case(plan, reduction, dtype=dtype, device=device, slopes=slopes)
+    return probe_case(
+        plan,
+        reduction,
+        dtype=dtype,
+        device=device,
+        slopes=slopes,
+    )
 
 
 def model_cases(
@@ -672,7 +683,12 @@ class Search:
         """
         layers, micro_batches, *_ = size_of(smallest.case)
         if layers > 2 or micro_batches > SMALL_MICRO_BATCHES * smallest.case.plan.world_size:
-            smaller = self._drawn(small, smallest, MOST_SMALL, already_found=True)
+            smaller = self._drawn(
+                small,
+                smallest,
+                MOST_SMALL,
+                already_found=True,
+            )
             if smaller is not None and size_of(smaller[1].case) < size_of(smallest.case):
                 smallest = smaller[1]
         named = smallest if smallest is first else self._named(smallest)

@@ -301,7 +301,12 @@ def _objective_fault(instance: Instance) -> str | None:
     everything = instance.batch(range(plan.total_items), torch.float64)
     before = {key: tensor.detach().clone() for key, tensor in _tensors(model)}
     try:
-        whole = _checked_loss(instance, model, everything, need_graph=True)
+        whole = _checked_loss(
+            instance,
+            model,
+            everything,
+            need_graph=True,
+        )
     except (RuntimeError, ValueError):
         sentence = (
             batch_norm_refusal(model) if instance.users_problem and plan.total_items == 1 else None
@@ -577,7 +582,12 @@ def _expect_targets(instance: Instance, model: torch.nn.Module) -> None:
 
 
 def _not_accumulable(case: Case, explanation: str) -> Violation:
-    return Violation("not-accumulable", "not-accumulable", explanation, case)
+    return Violation(
+        "not-accumulable",
+        "not-accumulable",
+        explanation,
+        case,
+    )
 
 
 def gradient_fault(reference: Reference, window: Window) -> Violation | None:
@@ -601,7 +611,13 @@ def gradient_fault(reference: Reference, window: Window) -> Violation | None:
         f" {error_text(difference.error, difference.allowed)}"
     )
     found = _not_accumulable(reference.instance.case, explanation)
-    return replace(found, parameter=parameter, epoch=0, window=window.index, evidence=comparison)
+    return replace(
+        found,
+        parameter=parameter,
+        epoch=0,
+        window=window.index,
+        evidence=comparison,
+    )
 
 
 def _cross_sample(case: Case) -> tuple[Reference | None, Violation | None]:

@@ -117,7 +117,12 @@ def ask(
                 jax=jax,
             )
     except CannotRunHere as error:
-        return Answer(trainer, question, None, str(error))
+        return Answer(
+            trainer,
+            question,
+            None,
+            str(error),
+        )
     return Answer(trainer, question, result)
 
 

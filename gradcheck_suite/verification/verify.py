@@ -63,7 +63,12 @@ def whole_windows_case(problem_name: str, assumes: frozenset[str], options: Chos
     if EQUAL_BATCHES in assumes:
         micro_batches = (2, 2, 2, 2)
     plan = dealt_to_ranks(Plan(micro_batches, 2), options.ranks, assumes)
-    return Case(problem_name, plan, dtype=options.dtype, device=options.device)
+    return Case(
+        problem_name,
+        plan,
+        dtype=options.dtype,
+        device=options.device,
+    )
 
 
 @takes(VerifyOptions)
@@ -104,7 +109,14 @@ def verify(
     problem = of_torch(loop, problem)
     chosen = _assumed(loop, options, problem, problem_name)
     autocast = options.autocast or checked_autocast(autocast_of(loop))
-    search = Search(loop, problem, options, progress, autocast, chosen)
+    search = Search(
+        loop,
+        problem,
+        options,
+        progress,
+        autocast,
+        chosen,
+    )
     started = time.perf_counter()
     opinion = None
     interrupted = False
@@ -118,7 +130,14 @@ def verify(
             kept_ranks(),
             quiet_loops(options.quiet_loop),
         ):
-            _search(loop, search, options, chosen, None if problem is None else problem_name, plan)
+            _search(
+                loop,
+                search,
+                options,
+                chosen,
+                None if problem is None else problem_name,
+                plan,
+            )
             if options.ranks > 1 and search.violation is None:
                 traffic = _traffic(loop, options, problem, problem_name)
         opinion = _opinion(loop, search, problem, options.second_opinion_s)
@@ -272,7 +291,12 @@ def _search(
         if problem_name and plan is None
         else None
     )
-    search.run(drawn, small, fixed, probes=plan is None)
+    search.run(
+        drawn,
+        small,
+        fixed,
+        probes=plan is None,
+    )
 
 
 def _opinion(
@@ -309,7 +333,15 @@ def _traffic(
     subject = PLAIN if problem is None else problem_name
 
     def instance(plan: Plan) -> Instance:
-        return instance_of(Case(subject, plan, dtype=options.dtype, device=options.device), problem)
+        return instance_of(
+            Case(
+                subject,
+                plan,
+                dtype=options.dtype,
+                device=options.device,
+            ),
+            problem,
+        )
 
     found = traffic_per_window(loop, instance, options.ranks, options.time_limit_s)
     return traffic_text(found) if found else None

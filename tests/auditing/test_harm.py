@@ -39,9 +39,9 @@ from gradcheck_suite.auditing import (
 )
 
 PLANTED = [
-    (samples.Together, "_find"),
+    (samples.BatchedSampler, "_find"),
     (samples, "read"),
-    (recorder, "here"),
+    (recorder, "current_place"),
     (recorder, "leaves_below"),
     (recorder.Recorder, "_look_at_gradients"),
     (recorder.Recorder, "_watch"),

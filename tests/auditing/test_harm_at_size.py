@@ -67,7 +67,7 @@ def test_a_sample_is_no_copy_however_the_elements_lie(layout, monkeypatch):
     monkeypatch.setattr(
         torch.Tensor, "contiguous", lambda t, **k: copies.append(t.numel()) or contiguous(t, **k)
     )
-    together = samples.Together()
+    together = samples.BatchedSampler()
     (found,), (mark,) = together.taken([tensor], whole=False)
     assert not copies
     assert found.tolist() == whole[: samples.ELEMENTS].tolist()
@@ -79,7 +79,7 @@ def test_a_sample_is_no_copy_however_the_elements_lie(layout, monkeypatch):
 
 def test_other_strides_at_the_same_address_are_other_places():
     memory = torch.arange(64.0)
-    together = samples.Together()
+    together = samples.BatchedSampler()
     one, other = memory.view(8, 8).t(), memory.as_strided((8, 8), (1, 1))
     first = together.taken([one], whole=False)[0][0]
     assert together.taken([other], whole=False)[0][0].tolist() != first.tolist()
@@ -115,7 +115,9 @@ def test_names_are_looked_for_once_in_each_module(monkeypatch):
     model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(number)))
     optimizer = torch.optim.SGD([*model.parameters(), torch.nn.Parameter(torch.ones(1))], lr=0.1)
     gc.collect()
-    others = sum(len([*m.parameters()]) for m in recorder.living(torch.nn.Module) if m is not model)
+    others = sum(
+        len([*m.parameters()]) for m in recorder.live_instances(torch.nn.Module) if m is not model
+    )
     with gradcheck_suite.audit(quiet=True, without=("batch",)) as audit:
         _step(model, optimizer, torch.randn(2, 2))
         monkeypatch.setattr(torch.nn.Module, "named_parameters", counted)
@@ -155,10 +157,10 @@ def test_what_is_kept_does_not_grow_with_the_optimizers_that_are_gone(monkeypatc
     audit = gradcheck_suite.audit(quiet=True).open()
     sizes = list[int]()
     searches = list[int]()
-    living = places.living
+    living = places.live_instances
     for one in (recorder, strays, parameter_points):
         monkeypatch.setattr(
-            one, "living", lambda *kinds: searches.append(len(sizes)) or living(*kinds)
+            one, "live_instances", lambda *kinds: searches.append(len(sizes)) or living(*kinds)
         )
     for task in range(600):
         weight = torch.nn.Parameter(torch.randn(4))

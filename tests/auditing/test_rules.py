@@ -13,7 +13,7 @@ from gradcheck_suite.auditing import judge, scales, weighing
 from gradcheck_suite.auditing.events import PassRecord, StepRecord
 from gradcheck_suite.auditing.evidence import evidence_of
 from gradcheck_suite.auditing.places import Place
-from gradcheck_suite.auditing.replay import Seen, StepWindow
+from gradcheck_suite.auditing.replay import BackwardPass, StepWindow
 from gradcheck_suite.auditing.rules import Need, Rule, decide
 from gradcheck_suite.auditing.scales import READINGS, SCALE_RULES, Run, UseInRun
 from gradcheck_suite.auditing.step_rules import OF_COPIES, PER_PASS, STEP_RULES, StepEvidence
@@ -229,7 +229,7 @@ def test_a_gradient_that_is_not_reduced_over_the_ranks_is_seen(local):
     records = [PassRecord(place, accumulates=True, arrivals={0: "none"}) for _ in range(2)]
     own = _window(
         step,
-        passes={0: Seen(records)},
+        passes={0: BackwardPass(records)},
         coefficients={0: {(0, 0): 1.0}},
         seen={0: {}},
         local=local,

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 import gradcheck_suite
-from gradcheck_suite.auditing.samples import Together, read, sample
+from gradcheck_suite.auditing.samples import BatchedSampler, read, sample
 from gradcheck_suite.auditing.vectors import ELEMENTS, PROJECTIONS
 
 SHAPES = ((), (1,), (7,), (5000,), (3, 4), (300, 96), (5000, 40), (8, 3, 3, 3), (2, 70000))
@@ -33,7 +33,11 @@ def test_the_sample_of_a_sum_is_the_sum_of_the_samples(shape, dtype):
     np.testing.assert_allclose(summed, first + second, rtol=1e-5, atol=1e-4)
     assert np.array_equal(first[:ELEMENTS], sample(one, whole=False))
     # of 64 bits, odd multiples of the signs alone add up to 0
-    assert Together().marks([one]) == Together().marks([one.clone()]) != Together().marks([-one])
+    assert (
+        BatchedSampler().marks([one])
+        == BatchedSampler().marks([one.clone()])
+        != BatchedSampler().marks([-one])
+    )
 
 
 def test_a_sample_depends_on_the_values_alone():

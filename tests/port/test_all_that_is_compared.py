@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812 - as torch's documents call it
 from torch import nn
 
 from gradcheck_suite.port.compare import judge_function
-from gradcheck_suite.port.pair import moved
+from gradcheck_suite.port.pair import perturbed
 from gradcheck_suite.port.result import PortResult
 from tests.port.pairs import arrays, drawn, pair_of
 
@@ -89,7 +89,7 @@ def test_a_table_that_the_port_computes_is_none_of_these():
 
 def test_moved_shares_stay_between_0_and_1_and_in_order():
     shares = np.linspace(0.9, 0.1, 9)
-    new = moved(np.random.default_rng(0))(shares, "alphas")
+    new = perturbed(np.random.default_rng(0))(shares, "alphas")
     assert (np.diff(new) <= 0).all()
     assert 0 < new.min() < new.max() < 1
     assert not np.array_equal(new, shares)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - as torch's documents call it
 from torch import nn
 
-from gradcheck_suite.port.changes import RAISED, Given, NoArgumentError
+from gradcheck_suite.port.changes import RAISED, CallArguments, NoArgumentError
 from gradcheck_suite.port.mistakes import FORMULAS, is_activation, rows_of
 from gradcheck_suite.port.search import Repairs
 from gradcheck_suite.port.torch_program import Call, TorchProgram, fill, flat
@@ -145,7 +145,7 @@ def recorded() -> list[tuple[Call, Any, Any, Any]]:
     return found
 
 
-def computes_otherwise(row: Any, value: Any, given: Given, results: list[Any]) -> bool:
+def computes_otherwise(row: Any, value: Any, given: CallArguments, results: list[Any]) -> bool:
     try:
         made = flat(row.make(given, value))
     except RAISED:
@@ -165,7 +165,7 @@ def test_every_row_fires(number):
     for call, args, kwargs, results in recorded():
         if row not in rows_of(call.name, is_activation(call)):
             continue
-        given = Given(call, args, kwargs)
+        given = CallArguments(call, args, kwargs)
         for value in row.values(given, results[0]):
             if computes_otherwise(row, value, given, results):
                 return
@@ -175,6 +175,6 @@ def test_every_row_fires(number):
 def test_a_misspelt_argument_of_an_overload_is_told_from_one_of_python():
     call, args, kwargs, _ = next(c for c in recorded() if c[0].name == "relu")
     with pytest.raises(NoArgumentError):
-        _ = Given(call, args, kwargs).normalized_shape
+        _ = CallArguments(call, args, kwargs).normalized_shape
     assert not issubclass(AttributeError, RAISED)
     assert not issubclass(TypeError, RAISED)

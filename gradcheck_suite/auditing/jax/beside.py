@@ -85,7 +85,12 @@ class Programs:
                 if isinstance(mark, UpdateMark):
                     mark.is_lost = id(mark) in lost
             has_marks = bool(inside)
-            self._programs[key] = Beside(closed, run if has_marks else None, replay, inside)
+            self._programs[key] = Beside(
+                closed,
+                run if has_marks else None,
+                replay,
+                inside,
+            )
         return self._programs[key]
 
     def compute(self, beside: Beside, call: Call) -> Any:

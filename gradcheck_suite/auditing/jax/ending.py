@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 
@@ -107,10 +108,23 @@ def _judge_tail(judge: JaxJudge, optimizer: Optimizer) -> None:
             judge.steps, mark.place, mark.shapes, (), np.zeros(0), np.zeros(0), None, mark.dtype
         )
         violation = judge.verdicts.violation(
-            fault, Window(step, left, [1.0] * len(left), 0.0), optimizer
+            fault,
+            Window(
+                step,
+                left,
+                [1.0] * len(left),
+                0.0,
+            ),
+            optimizer,
         )
         judge.verdicts.found.append(
-            replace(violation, window=None, found_after=None, step=None, stepped=None)
+            replace(
+                violation,
+                window=None,
+                found_after=None,
+                step=None,
+                stepped=None,
+            )
         )
 
 
@@ -123,14 +137,25 @@ def _judge_points(judge: JaxJudge) -> None:
         mark = points.first.mark
         steps = [
             after
-            for optimizer in judge.optimizers.values()
-            if mark.place in optimizer.sites
-            for after in optimizer.moved_after
+            for after in chain.from_iterable(
+                optimizer.moved_after
+                for optimizer in judge.optimizers.values()
+                if mark.place in optimizer.sites
+            )
             if first.number <= after < points.last.number
         ]
         if len(steps) < FEWEST_STEPS or points.is_moving or str(mark.place) in stale:
             continue
-        step = Step(0, mark.place, (), (), np.zeros(0), np.zeros(0), None, mark.dtype)
+        step = Step(
+            0,
+            mark.place,
+            (),
+            (),
+            np.zeros(0),
+            np.zeros(0),
+            None,
+            mark.dtype,
+        )
         fault = StepFault(
             "parameter-not-updated",
             f"the gradients are by the same parameters after {counted(len(steps), 'step')}: the"
@@ -138,5 +163,14 @@ def _judge_points(judge: JaxJudge) -> None:
             kind="parameters",
             causes=("thrown-away",),
         )
-        violation = judge.verdicts.violation(fault, Window(step, [first], [1.0], 0.0), Optimizer(0))
+        violation = judge.verdicts.violation(
+            fault,
+            Window(
+                step,
+                [first],
+                [1.0],
+                0.0,
+            ),
+            Optimizer(0),
+        )
         judge.verdicts.found.append(replace(violation, stepped=None))

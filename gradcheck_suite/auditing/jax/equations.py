@@ -310,14 +310,30 @@ class _Flattener:
         if equation.primitive.name == "scan" and _adds_up(equation):
             return self._unrolled(equation, ins, line)
         outs = [Var(one.aval) for one in equation.outvars]
-        self.program.add(Equation(equation.primitive, equation.params, ins, outs, line))
+        self.program.add(
+            Equation(
+                equation.primitive,
+                equation.params,
+                ins,
+                outs,
+                line,
+            )
+        )
         return outs
 
     def _python(
         self, name: str, call: Callable[..., Any], ins: list[Any], aval: Any, line: str
     ) -> Var:
         out = Var(aval)
-        self.program.add(Equation(Python(name, call), {}, ins, [out], line))
+        self.program.add(
+            Equation(
+                Python(name, call),
+                {},
+                ins,
+                [out],
+                line,
+            )
+        )
         return out
 
     def _unrolled(self, equation: Any, ins: list[Any], line: str) -> list[Any]:

@@ -74,12 +74,22 @@ def fit(
             known: these are left out then.
     """
     matrix = np.stack(columns, 1)
-    scale, keep = _scales(shapes, matrix, target, with_projections=noise is None)
+    scale, keep = _scales(
+        shapes,
+        matrix,
+        target,
+        with_projections=noise is None,
+    )
     keep &= np.isfinite(matrix).all(1) & np.isfinite(target)
     number = matrix.shape[1]
     if not keep.any() or not matrix[keep].any():
         nothing = np.zeros(number)
-        return Fit(nothing, nothing, not target.any(), 0.0)
+        return Fit(
+            nothing,
+            nothing,
+            not target.any(),
+            0.0,
+        )
     blur = (0.0 if noise is None else noise) + EPS * np.abs(target[keep]).max() * np.ones(
         len(scale)
     )

@@ -30,7 +30,7 @@ from gradcheck_suite.auditing.jax.losses import (
     varying,
 )
 from gradcheck_suite.auditing.jax.marks import Mark, PassMark, UpdateMark, coarsest, put_mark
-from gradcheck_suite.auditing.places import Place, here
+from gradcheck_suite.auditing.places import Place, current_place
 
 
 class _Stack(threading.local):
@@ -118,7 +118,7 @@ def _inside_of_loss() -> Iterator[None]:
 
 def place_here() -> Place:
     """Return the place in the user's files that runs."""
-    found = here()
+    found = current_place()
     return Place(found.path[0], found.path) if found.path else found
 
 
@@ -186,7 +186,12 @@ def trace_loss(
             results[i] = value
         return jax.tree.unflatten(made["tree"], results)
 
-    return TracedLoss(closed, evaluate, leaves, [_leaf_name(path[1:]) for path, _ in paths])
+    return TracedLoss(
+        closed,
+        evaluate,
+        leaves,
+        [_leaf_name(path[1:]) for path, _ in paths],
+    )
 
 
 def _leaf_name(path: Sequence[Any]) -> str:
@@ -275,7 +280,12 @@ def value_and_grad(
     **options: Any,
 ) -> Callable[..., Any]:
     """Do what `jax.value_and_grad` does, and mark the gradient."""
-    real = UNMARKED.value_and_grad(fun, argnums, has_aux, **options)
+    real = UNMARKED.value_and_grad(
+        fun,
+        argnums,
+        has_aux,
+        **options,
+    )
 
     @functools.wraps(real)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -286,7 +296,12 @@ def value_and_grad(
         traced = None if numbers is None else _traced(now, fun, args, kwargs, numbers)
         if traced is None:
             return real(*args, **kwargs)
-        of_traced = UNMARKED.value_and_grad(traced.evaluate, argnums, has_aux, **options)
+        of_traced = UNMARKED.value_and_grad(
+            traced.evaluate,
+            argnums,
+            has_aux,
+            **options,
+        )
         with _inside_of_loss():
             value, gradient = of_traced(*args, **kwargs)
         loss = value[0] if has_aux else value
@@ -309,8 +324,18 @@ def grad(
     **options: Any,
 ) -> Callable[..., Any]:
     """Do what `jax.grad` does, and mark the gradient."""
-    real = UNMARKED.grad(fun, argnums, has_aux, **options)
-    with_value = value_and_grad(fun, argnums, has_aux, **options)
+    real = UNMARKED.grad(
+        fun,
+        argnums,
+        has_aux,
+        **options,
+    )
+    with_value = value_and_grad(
+        fun,
+        argnums,
+        has_aux,
+        **options,
+    )
 
     @functools.wraps(real)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -327,18 +352,43 @@ def vjp(fun: Callable[..., Any], *primals: Any, has_aux: bool = False, **options
     now = _current()
     traced = None
     if now is not None:
-        traced = _traced(now, fun, primals, {}, range(len(primals)))
+        traced = _traced(
+            now,
+            fun,
+            primals,
+            {},
+            range(len(primals)),
+        )
     if now is None or traced is None:
-        return UNMARKED.vjp(fun, *primals, has_aux=has_aux, **options)
+        return UNMARKED.vjp(
+            fun,
+            *primals,
+            has_aux=has_aux,
+            **options,
+        )
     with _inside_of_loss():
-        value, back, *aux = UNMARKED.vjp(traced.evaluate, *primals, has_aux=has_aux, **options)
+        value, back, *aux = UNMARKED.vjp(
+            traced.evaluate,
+            *primals,
+            has_aux=has_aux,
+            **options,
+        )
     if getattr(value, "shape", None) != () or not is_float(value):
         return (value, back, *aux)
 
     marked = _MarkedBack(now, traced)
     given = list(traced.leaves), list(traced.closed.consts)
     # a pytree, as what JAX returns is: it may be a residual, or the result of a compiled function
-    return (value, jax.tree_util.Partial(marked, back, value, *given), *aux)
+    return (
+        value,
+        jax.tree_util.Partial(
+            marked,
+            back,
+            value,
+            *given,
+        ),
+        *aux,
+    )
 
 
 class _MarkedBack:
@@ -370,7 +420,13 @@ class _MarkedBack:
             traced = replace(traced, closed=traced.closed.replace(consts=constants))
         with _inside_of_loss():
             gradient = back(cotangent)
-        return _marked(self._now, value, gradient, replace(traced, leaves=leaves), cotangent)
+        return _marked(
+            self._now,
+            value,
+            gradient,
+            replace(traced, leaves=leaves),
+            cotangent,
+        )
 
 
 # Optimizers.
@@ -386,13 +442,33 @@ def observed(update: Callable[..., Any], name: str, *, multi: bool = False) -> C
     def wrapped(updates: Any, state: Any, params: Any = None, *args: Any, **extra: Any) -> Any:
         now = _current(UpdateMark)
         if now is None:
-            return update(updates, state, params, *args, **extra)
+            return update(
+                updates,
+                state,
+                params,
+                *args,
+                **extra,
+            )
         around = list(_stack.updates)
-        mark = UpdateMark(place_here(), (), (), owner, name, depth=len(around), multi=multi)
+        mark = UpdateMark(
+            place_here(),
+            (),
+            (),
+            owner,
+            name,
+            depth=len(around),
+            multi=multi,
+        )
         mark.inside = bool(around) and around[-1].multi
         _stack.updates.append(mark)
         try:
-            result, new = update(updates, state, params, *args, **extra)
+            result, new = update(
+                updates,
+                state,
+                params,
+                *args,
+                **extra,
+            )
         finally:
             _stack.updates.pop()
         # of updates inside of others, only what `MultiSteps` hands on tells something
@@ -435,5 +511,11 @@ def seen_by_optimizer(gradient: Any, owner: int) -> Any:
     now = _current(UpdateMark)
     if now is None:
         return gradient
-    mark = UpdateMark(place_here(), (), (), owner, "optimizer")
+    mark = UpdateMark(
+        place_here(),
+        (),
+        (),
+        owner,
+        "optimizer",
+    )
     return _mark_update(now, mark, gradient, gradient, None)

@@ -160,9 +160,19 @@ class JaxJudge:
         optimizer = self._optimizer_of(mark)
         moved = bool(np.all(event.values["moved"]))
         if not moved:
-            self._hold_back(optimizer, given, mark, is_inner=inner is not None)
+            self._hold_back(
+                optimizer,
+                given,
+                mark,
+                is_inner=inner is not None,
+            )
             return
-        update = Unsure(optimizer, given, event, mark)
+        update = Unsure(
+            optimizer,
+            given,
+            event,
+            mark,
+        )
         optimizer.turns = optimizer.turns or not update.keeps_direction()
         if optimizer.turns:
             self._take_step(update)
@@ -289,7 +299,12 @@ class JaxJudge:
         """Keep what an update that comes after some that were 0 is a sum of."""
         update = np.asarray(event.values["update"]["sample"], np.float64)
         update = update[0] if event.devices else update
-        of_sum = replace(step, gradient=-update, is_scaled=False, parameters=None)
+        of_sum = replace(
+            step,
+            gradient=-update,
+            is_scaled=False,
+            parameters=None,
+        )
         all_columns = [*optimizer.held.columns, *columns]
         found = explain(Optimizer(-1), of_sum, all_columns)
         alike = isinstance(found, Window) and _are_alike(found)
@@ -369,7 +384,12 @@ class JaxJudge:
         place = columns[0].mark.place if columns else step.place
         last = optimizer.last
         if columns:
-            optimizer.last = replace(columns[0], gradient=step.gradient, age=0, consumers=set())
+            optimizer.last = replace(
+                columns[0],
+                gradient=step.gradient,
+                age=0,
+                consumers=set(),
+            )
         if isinstance(found, Unfitted):
             reason = found.reason
             if not columns and last is not None:
@@ -379,7 +399,12 @@ class JaxJudge:
             optimizer.before = columns
             return
         if isinstance(found, Stale):
-            window = Window(step, columns, [1.0] * len(columns), 0.0)
+            window = Window(
+                step,
+                columns,
+                [1.0] * len(columns),
+                0.0,
+            )
             name = "stale-parameters" if found.is_all else "stale-window"
             still = "all of" if found.is_all else "still in"
             said = f"{found.what} {still} the gradient at this step"
@@ -474,8 +499,22 @@ class JaxJudge:
                 f" {difference / max(own, entered):.2g} of its size",
             )
             place = Place(line, (line,))
-            step = Step(self.steps, place, (), (), np.zeros(0), np.zeros(0), None, "float32")
-            window = Window(step, [column], [1.0], 0.0)
+            step = Step(
+                self.steps,
+                place,
+                (),
+                (),
+                np.zeros(0),
+                np.zeros(0),
+                None,
+                "float32",
+            )
+            window = Window(
+                step,
+                [column],
+                [1.0],
+                0.0,
+            )
             violation = self.verdicts.violation(fault, window, Optimizer(0))
             self.verdicts.found.append(replace(violation, where=line, stepped=None))
 

@@ -115,13 +115,27 @@ class _Reader:
         """Find the terms of a number."""
         equation = self._program.equation_of(var)
         if equation is None:
-            self.found.append(LossTerm((), line, ("input",), "the loss is an input"))
+            self.found.append(
+                LossTerm(
+                    (),
+                    line,
+                    ("input",),
+                    "the loss is an input",
+                )
+            )
             return
         operands = self._operands(equation)
         name = equation.name
         line = equation.line or line
         if name == DECLARED:
-            self.found.append(LossTerm((equation.ins[0],), line, (name,), declared=equation))
+            self.found.append(
+                LossTerm(
+                    (equation.ins[0],),
+                    line,
+                    (name,),
+                    declared=equation,
+                )
+            )
         elif name == "reduce_sum":
             self.found.append(self._term(operands[0], line))
         elif name in SUMS | LINEAR:
@@ -132,9 +146,23 @@ class _Reader:
         elif name == "dot_general" and len(operands) == 1 and operands[0].size > 1:
             self.found.append(self._term(operands[0], line))
         elif any(one.size == 1 and self._rests_on_sum(one) for one in operands):
-            self.found.append(LossTerm((), line, (name,), f"it is {name} of a sum over items"))
+            self.found.append(
+                LossTerm(
+                    (),
+                    line,
+                    (name,),
+                    f"it is {name} of a sum over items",
+                )
+            )
         elif name in WITH_PROGRAMS:
-            self.found.append(LossTerm((), line, (name,), f"it is added up inside of `{name}`"))
+            self.found.append(
+                LossTerm(
+                    (),
+                    line,
+                    (name,),
+                    f"it is added up inside of `{name}`",
+                )
+            )
         else:
             self.found.append(self._term(var, line))
 
@@ -166,7 +194,12 @@ class _Reader:
             equation = self._program.equation_of(levels[-1])
         is_penalty = not any(one in self._by_data for one in levels)
         distinct = tuple(dict.fromkeys(levels))
-        return LossTerm(distinct, line, tuple(names), of_parameters=is_penalty)
+        return LossTerm(
+            distinct,
+            line,
+            tuple(names),
+            of_parameters=is_penalty,
+        )
 
 
 def terms_of(program: Program, trained: Sequence[Var], data: Sequence[Var]) -> list[LossTerm]:
@@ -399,7 +432,13 @@ class Turn:
         rows = [jnp.asarray(one)[before] for one in iterated]
         # the first iteration would not do: what is carried into it is often all zeros
         length = params["length"] - 1
-        carry, _ = jax.lax.scan(step, list(carry), rows, length=length, reverse=params["reverse"])
+        carry, _ = jax.lax.scan(
+            step,
+            list(carry),
+            rows,
+            length=length,
+            reverse=params["reverse"],
+        )
         operands = [*fixed, *carry, *(jnp.asarray(one)[last] for one in iterated)]
         return dict(zip(self.body.inputs, operands, strict=True))
 
@@ -477,7 +516,15 @@ def _all_rules(
         if equation.name in CUSTOM_VJP:
             name = str(equation.params.get("name") or _name_of(equation))
             own = tuple(i for i, one in enumerate(equation.ins) if one in reached)
-            found.append(CustomRule(equation, name, equation.line, own, inside))
+            found.append(
+                CustomRule(
+                    equation,
+                    name,
+                    equation.line,
+                    own,
+                    inside,
+                )
+            )
         elif equation.name == "scan" and equation.params["length"]:
             turn = Turn(equation, flatten(equation.params["jaxpr"]))
             found += _all_rules(turn.body, _reached_inside(turn, reached), (*inside, turn))

@@ -15,8 +15,8 @@ from gradcheck_suite.auditing.events import BY_HAND, PassRecord, StepRecord
 from gradcheck_suite.auditing.jax.losses import LARGEST, LEAST, NUMBER, ROWS, TOTAL, LossTerm
 from gradcheck_suite.auditing.jax.windows import Column, Member, Window
 from gradcheck_suite.auditing.loss_terms import Term
-from gradcheck_suite.auditing.replay import Seen, StepWindow
-from gradcheck_suite.auditing.weighing import Pending
+from gradcheck_suite.auditing.replay import BackwardPass, StepWindow
+from gradcheck_suite.auditing.weighing import WindowReadings
 
 EVEN = 1e-5
 """Relative difference of the weights of items that weigh the same."""
@@ -83,7 +83,12 @@ def _record_of(column: Column, member: Member) -> PassRecord:
         if not term.of_parameters
     ]
     # nothing is "in `.grad`": the program hands each gradient on itself
-    return PassRecord(mark.place, accumulates=False, terms=terms, arrivals={KEY: BY_HAND})
+    return PassRecord(
+        mark.place,
+        accumulates=False,
+        terms=terms,
+        arrivals={KEY: BY_HAND},
+    )
 
 
 def step_window(window: Window, optimizer: int, columns: Collection[Column]) -> StepWindow:
@@ -102,11 +107,16 @@ def step_window(window: Window, optimizer: int, columns: Collection[Column]) -> 
             records.setdefault(column.number, {})[member.device] = _record_of(column, member)
             coefficients[member.device, column.number] = of_column[id(column)]
     passes = {
-        number: Seen([of_devices[d] for d in sorted(of_devices)])
+        number: BackwardPass([of_devices[d] for d in sorted(of_devices)])
         for number, of_devices in records.items()
     }
     step = window.step
-    record = StepRecord(optimizer, step.place, {KEY: np.ones(1)}, step.number)
+    record = StepRecord(
+        optimizer,
+        step.place,
+        {KEY: np.ones(1)},
+        step.number,
+    )
     return StepWindow(
         optimizer=optimizer,
         number=step.number,
@@ -126,12 +136,18 @@ def step_window(window: Window, optimizer: int, columns: Collection[Column]) -> 
     )
 
 
-def pending_of(window: Window, optimizer: int) -> Pending:
+def pending_of(window: Window, optimizer: int) -> WindowReadings:
     """Return a window whose weights are to be judged."""
     found = step_window(window, optimizer, window.used)
     used = dict(found.coefficients[KEY])
     reading = reading_weights.read(found.passes, used, {}, window.tolerance)
-    return Pending(found, used, [reading], 1.0, scaled=window.step.is_scaled)
+    return WindowReadings(
+        found,
+        used,
+        [reading],
+        1.0,
+        scaled=window.step.is_scaled,
+    )
 
 
 def devices_of(window: Window) -> int:

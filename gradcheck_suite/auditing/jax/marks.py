@@ -89,12 +89,19 @@ class PassMark:
         mixing = []
         for term in self.terms:
             for one in row_inputs(term, self.data):
-                by = _or_unknown(mixing_of, (), self.program, term, one, known)
+                by = _or_unknown(
+                    mixing_of,
+                    (),
+                    self.program,
+                    term,
+                    one,
+                    known,
+                )
                 mixing.append({"by": by, "input": sketch([given[one]])["sample"]})
         return {
-            "gradient": sketch(gradient),
+            "gradient": _parts_of(sketch(gradient), "sample", "norms"),
             "loss": loss.astype(jnp.float32).reshape(()),
-            "parameters": sketch([given[one] for one in self.trained]),
+            "parameters": _parts_of(sketch([given[one] for one in self.trained]), "sample"),
             "terms": terms,
             "mixing": mixing,
             "rules": [
@@ -158,11 +165,13 @@ class UpdateMark:
         first = self.results + len(self.shapes)
         update = sketch(values[: self.results])
         found = {
-            "gradient": sketch(values[self.results : first]),
-            "update": update,
+            "gradient": _parts_of(sketch(values[self.results : first]), "sample", "norms"),
+            "update": _parts_of(update, "sample"),
             "moved": update["moved"],
         }
-        return found | ({"parameters": sketch(values[first:])} if self.parameters else {})
+        return found | (
+            {"parameters": _parts_of(sketch(values[first:]), "sample")} if self.parameters else {}
+        )
 
 
 Mark = PassMark | UpdateMark
@@ -285,6 +294,11 @@ def sketch(leaves: Sequence[Any]) -> dict[str, Any]:
     }
 
 
+def _parts_of(found: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Return some parts of a sketch; what nobody reads is not compiled."""
+    return {name: found[name] for name in names}
+
+
 MOST_STACKED = 2**22
 """Elements that are copied at most to look at several leaves together."""
 
@@ -326,7 +340,12 @@ def _sampled(rows: Any) -> Any:
     table = rows.reshape(rows.shape[0], number // width, width)
     of_rows = _waves(number // width, rows.dtype)
     # a sum with the outer product of two short waves: two small products, and no long wave
-    columns = jnp.einsum("lrc,cp->lrp", table, _waves(width, rows.dtype), precision="highest")
+    columns = jnp.einsum(
+        "lrc,cp->lrp",
+        table,
+        _waves(width, rows.dtype),
+        precision="highest",
+    )
     return jnp.concatenate([elements, jnp.sum(columns * of_rows, 1)], 1)
 
 

@@ -244,7 +244,12 @@ class JaxRecorder:
         elif not self._is_paused:
             passes = self.counts.passes
             seconds = self.counts.seconds
-            goes_on = self._schedule.after(0, passes, seconds, was_full=False)
+            goes_on = self._schedule.after(
+                0,
+                passes,
+                seconds,
+                was_full=False,
+            )
             self._is_paused = not goes_on
 
     def _count(self, steps: int) -> None:
@@ -272,13 +277,43 @@ class JaxRecorder:
 @contextlib.contextmanager
 def _replaced(now: Marking) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        replace(stack, jax, "value_and_grad", functions.value_and_grad)
-        replace(stack, jax, "grad", functions.grad)
-        replace(stack, jax, "vjp", functions.vjp)
-        replace(stack, jax, "jit", calls.jit)
-        replace(stack, jax, "pmap", calls.pmap)
+        replace(
+            stack,
+            jax,
+            "value_and_grad",
+            functions.value_and_grad,
+        )
+        replace(
+            stack,
+            jax,
+            "grad",
+            functions.grad,
+        )
+        replace(
+            stack,
+            jax,
+            "vjp",
+            functions.vjp,
+        )
+        replace(
+            stack,
+            jax,
+            "jit",
+            calls.jit,
+        )
+        replace(
+            stack,
+            jax,
+            "pmap",
+            calls.pmap,
+        )
         for primitive in calls.LOOPS:
-            replace(stack, primitive, "impl", calls.Loop(primitive, primitive.impl))
+            replace(
+                stack,
+                primitive,
+                "impl",
+                calls.Loop(primitive, primitive.impl),
+            )
         LATER.append((stack, now))
         try:
             for name in REPLACED_IN:
@@ -310,9 +345,19 @@ def _in_optax(stack: contextlib.ExitStack, optax: ModuleType) -> None:
         if marked is None:
             marked = observed(real_update.__get__(self), "MultiSteps", multi=True)
             self.__dict__["update_marked_by_audit"] = marked
-        return marked(updates, state, params, **extra)
+        return marked(
+            updates,
+            state,
+            params,
+            **extra,
+        )
 
-    replace(stack, multi_steps, "update", update)
+    replace(
+        stack,
+        multi_steps,
+        "update",
+        update,
+    )
     transformation = optax.GradientTransformation  # others inherit how they are made
     real_new = transformation.__new__
 
@@ -321,7 +366,12 @@ def _in_optax(stack: contextlib.ExitStack, optax: ModuleType) -> None:
         name = getattr(update, "__qualname__", "").partition(".")[0]
         return real_new(cls, init, update if is_multi else observed(update, name))
 
-    replace(stack, transformation, "__new__", staticmethod(new))
+    replace(
+        stack,
+        transformation,
+        "__new__",
+        staticmethod(new),
+    )
 
 
 def _in_examples(stack: contextlib.ExitStack, optimizers: ModuleType) -> None:
@@ -337,7 +387,12 @@ def _in_examples(stack: contextlib.ExitStack, optimizers: ModuleType) -> None:
 
         return real_new(cls, init, marked, params)
 
-    replace(stack, kind, "__new__", staticmethod(new))
+    replace(
+        stack,
+        kind,
+        "__new__",
+        staticmethod(new),
+    )
 
 
 REPLACED_IN = {"optax": _in_optax, "jax.example_libraries.optimizers": _in_examples}

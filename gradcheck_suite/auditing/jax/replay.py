@@ -192,11 +192,22 @@ def kept_mark(mark: Mark, axes: Sequence[MappedAxis], summary: Any) -> Kept:
         summary: of the mark.
     """
     about = AboutMark(mark, any(axis.name is None for axis in axes))
-    node = Kept(MARK, about, summary, [])
+    node = Kept(
+        MARK,
+        about,
+        summary,
+        [],
+    )
     for axis in axes:
         if axis.name is not None:
             # a `vmap` leaves no collective in the program that would show what is added up
-            node = Kept(SHARDS, AboutShards(adds_up=False), None, [node], axis.size)
+            node = Kept(
+                SHARDS,
+                AboutShards(adds_up=False),
+                None,
+                [node],
+                axis.size,
+            )
     return node
 
 
@@ -291,7 +302,15 @@ class Replay:
         # how often `MultiSteps` steps is not known of iterations that are not looked at
         per_turn = 0 if any(one.multi for one in updates) else len(updates)
         about = AboutScan(reverse=reverse, length=length, steps=per_turn)
-        return [*end, *stacked], [Kept(SCAN, about, None, kept, short)]
+        return [*end, *stacked], [
+            Kept(
+                SCAN,
+                about,
+                None,
+                kept,
+                short,
+            )
+        ]
 
     def _while(self, params: Any, values: list[Any]) -> tuple[list[Any], list[Kept]]:
         tested = params["cond_nconsts"]
@@ -319,7 +338,14 @@ class Replay:
 
         start = (jnp.int32(0), list(carry), room)
         turns, results, kept = jax.lax.while_loop(goes_on, body, start)
-        return list(results), [Kept(WHILE, None, turns, kept)]
+        return list(results), [
+            Kept(
+                WHILE,
+                None,
+                turns,
+                kept,
+            )
+        ]
 
     def _cond(self, params: Any, values: list[Any]) -> tuple[list[Any], list[Kept]]:
         index, *args = values
@@ -342,7 +368,14 @@ class Replay:
         functions = [branch(number) for number in range(len(branches))]
         results, kept = jax.lax.switch(index, functions, *args)
         which = jnp.asarray(index, jnp.int32)
-        return list(results), [Kept(BRANCHES, None, which, kept)]
+        return list(results), [
+            Kept(
+                BRANCHES,
+                None,
+                which,
+                kept,
+            )
+        ]
 
     def _shard_map(self, params: Any, values: list[Any]) -> tuple[list[Any], list[Kept]]:
         mesh = params["mesh"]
@@ -368,7 +401,15 @@ class Replay:
         size = int(np.prod([mesh.shape[axis] for axis in axes]))
         kind = COPIES if axes == (WITHOUT_NAME,) else SHARDS
         about = AboutShards(adds_up=self.contents.adds_up(params["jaxpr"]))
-        return list(results), [Kept(kind, about, None, kept, size)]
+        return list(results), [
+            Kept(
+                kind,
+                about,
+                None,
+                kept,
+                size,
+            )
+        ]
 
 
 def _room(aval: Any, shape: Sequence[int]) -> Any:
@@ -438,7 +479,8 @@ class Around:
 
     def here(self, tree: Any) -> Any:
         """Return what was kept in these iterations."""
-        index = (slice(None),) * bool(self.devices) + self.at
+        # kept values of several devices have these on the first axis
+        index = (slice(None), *self.at) if self.devices else self.at
         return jax.tree.map(lambda x: x[index], tree)
 
     def turn(self, t: int) -> Around:

@@ -46,7 +46,12 @@ class JaxAudit:
         self._name = name
         self._tell = tell
         self._schedule = Schedule(options, on_ranks=False)
-        self._recorder = JaxRecorder(self._receive, say, self._schedule, options.steps)
+        self._recorder = JaxRecorder(
+            self._receive,
+            say,
+            self._schedule,
+            options.steps,
+        )
         self._judge = JaxJudge(
             self._recorder.on_step,
             lambda: self._recorder.marking.has_updates,

@@ -17,7 +17,12 @@ from gradcheck_suite.auditing.jax.windows import (
 )
 from gradcheck_suite.auditing.places import Place
 from gradcheck_suite.auditing.rules import StepFault
-from gradcheck_suite.auditing.weighing import Pending, Weighed, judge_weights, violation_of
+from gradcheck_suite.auditing.weighing import (
+    WeightVerdict,
+    WindowReadings,
+    judge_weights,
+    violation_of,
+)
 from gradcheck_suite.auditing.weights import Objective
 from gradcheck_suite.core.faults import FAULTS, FIX, names_of, remedy_of
 from gradcheck_suite.core.findings import Found, finding
@@ -72,12 +77,19 @@ class Verdicts:
     held: defaultdict[int, list[Window | None]] = field(default_factory=lambda: defaultdict(list))
 
     def __post_init__(self) -> None:
-        self._weighed: dict[int, Weighed] = {}
+        self._weighed: dict[int, WeightVerdict] = {}
         self._weighed_at = (-1, 0)
 
     def skip(self, place: Place, name: str, reason: str) -> None:
         """Say why a step was not judged."""
-        self.unknown[Unknown(BOTH, str(place), reason, name=name)] += 1
+        self.unknown[
+            Unknown(
+                BOTH,
+                str(place),
+                reason,
+                name=name,
+            )
+        ] += 1
 
     def violation(self, fault: StepFault, window: Window, optimizer: Optimizer) -> Violation:
         """Return the violation that a fault of a window is."""
@@ -170,7 +182,13 @@ class Verdicts:
         """Return whether each item weighs the same where gradients have one norm."""
         windows = [one.window for one in self.alike if one.optimizer.index == index]
         pending = [pending_of(window, index) for window in windows]
-        weighed = judge_weights(pending, None, self.given, 1, lambda key: None)
+        weighed = judge_weights(
+            pending,
+            None,
+            self.given,
+            1,
+            lambda key: None,
+        )
         return bool(weighed.steps) and not (weighed.violations or weighed.provisional)
 
     def _of_clipped(self) -> list[Violation]:
@@ -213,8 +231,8 @@ class Verdicts:
             self._weighed[index] = self._of_weights(optimizer, windows, pending)
 
     def _of_weights(
-        self, optimizer: Optimizer, windows: Sequence[Window], pending: Sequence[Pending]
-    ) -> Weighed:
+        self, optimizer: Optimizer, windows: Sequence[Window], pending: Sequence[WindowReadings]
+    ) -> WeightVerdict:
         lengths = Counter(window.length for window in windows)
         typical = self.given or next((length for length, _ in lengths.most_common(1)), None)
         ranks = max(map(devices_of, windows), default=1)
@@ -226,8 +244,14 @@ class Verdicts:
                 kind="step-count",
             )
             violation = self.violation(fault, windows[0], optimizer)
-            return Weighed([violation], steps={window.step.number for window in windows})
-        weighed = judge_weights(pending, typical, self.given, ranks, lambda key: None)
+            return WeightVerdict([violation], steps={window.step.number for window in windows})
+        weighed = judge_weights(
+            pending,
+            typical,
+            self.given,
+            ranks,
+            lambda key: None,
+        )
         self._note_shares(windows, pending, weighed)
         self._leave_out_unread(pending, weighed)
         reduced = {
@@ -251,7 +275,7 @@ class Verdicts:
             ]
         return weighed
 
-    def _leave_out_unread(self, pending: Sequence[Pending], weighed: Weighed) -> None:
+    def _leave_out_unread(self, pending: Sequence[WindowReadings], weighed: WeightVerdict) -> None:
         """Take out steps on one pass of several devices whose loss cannot be read.
 
         That of one pass alone has no weights to compare; devices have.
@@ -271,7 +295,7 @@ class Verdicts:
                 weighed.unknown[opaque[0]] += 1
 
     def _note_shares(
-        self, windows: Sequence[Window], pending: Sequence[Pending], weighed: Weighed
+        self, windows: Sequence[Window], pending: Sequence[WindowReadings], weighed: WeightVerdict
     ) -> None:
         """Note steps on one micro-batch with a share of its mean, as of a window of several."""
         for window, one in zip(windows, pending, strict=True):

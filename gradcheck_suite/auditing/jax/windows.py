@@ -432,13 +432,24 @@ def _stale(optimizer: Optimizer, step: Step, columns: list[Column]) -> Stale | N
 def _fit(step: Step, columns: Sequence[Column], *more: Vector) -> Fit:
     vectors = [*(column.gradient for column in columns), *more]
     relative = max(RELATIVE[d] for d in {step.dtype, *(c.mark.dtype for c in columns)})
-    return fit(step.shapes, vectors, step.gradient, relative=max(relative, 3e-5), noise=step.noise)
+    return fit(
+        step.shapes,
+        vectors,
+        step.gradient,
+        relative=max(relative, 3e-5),
+        noise=step.noise,
+    )
 
 
 def _window(step: Step, columns: list[Column], found: Fit) -> Window | Unfitted:
     if found.tolerance > 0.02:
         return Unfitted("too-few-elements", ALIKE)
-    return Window(step, columns, found.found[: len(columns)], found.tolerance)
+    return Window(
+        step,
+        columns,
+        found.found[: len(columns)],
+        found.tolerance,
+    )
 
 
 def _shortest(step: Step, columns: list[Column]) -> Window | None:
@@ -450,10 +461,21 @@ def _shortest(step: Step, columns: list[Column]) -> Window | None:
         some = columns[first:]
         total = sum((column.gradient for column in some), np.zeros_like(step.gradient))
         relative = max(RELATIVE[step.dtype], 3e-5)
-        short = fit(step.shapes, [total], step.gradient, relative=relative, noise=step.noise)
+        short = fit(
+            step.shapes,
+            [total],
+            step.gradient,
+            relative=relative,
+            noise=step.noise,
+        )
         if short.is_exact and short.found[0]:
             coefficients = [short.found[0]] * len(some)
-            return Window(step, some, coefficients, short.tolerance)
+            return Window(
+                step,
+                some,
+                coefficients,
+                short.tolerance,
+            )
     return None
 
 
@@ -466,7 +488,13 @@ def _with_decay(step: Step, columns: list[Column]) -> Window | None:
     tells = found.is_exact and found.is_told and not found.is_degenerate
     if not tells or not added or found.tolerance > 0.02:
         return None
-    return Window(step, columns, found.found[:-1], found.tolerance, added)
+    return Window(
+        step,
+        columns,
+        found.found[:-1],
+        found.tolerance,
+        added,
+    )
 
 
 def implicit_step(number: int, place: Place, columns: Sequence[Column], after: Column) -> Step:

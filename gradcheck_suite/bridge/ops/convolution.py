@@ -315,7 +315,12 @@ def _weighted(weights: Callable[..., Weights]) -> Resized:
 
     def resized(x: Array, axis: int, out: int, align_corners: bool, factor: float | None) -> Array:
         matrix = jnp.asarray(weights(x.shape[axis], out, align_corners, factor), x.dtype)
-        product = jnp.tensordot(x, matrix, ((axis,), (1,)), precision=lax.Precision.HIGHEST)
+        product = jnp.tensordot(
+            x,
+            matrix,
+            ((axis,), (1,)),
+            precision=lax.Precision.HIGHEST,
+        )
         return jnp.moveaxis(product, -1, axis)
 
     return resized

@@ -137,7 +137,12 @@ def sort(
     # where torch may exchange equal entries, a stable order is one that it may return
     del stable
     detached = lax.stop_gradient(self)
-    order = jnp.argsort(detached, axis=dim, stable=True, descending=descending)
+    order = jnp.argsort(
+        detached,
+        axis=dim,
+        stable=True,
+        descending=descending,
+    )
     order = order.astype(jnp.int64)
     return jnp.take_along_axis(self, order, axis=dim), order
 
@@ -157,7 +162,12 @@ def topk(
 def kthvalue(self: Array, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
     """Return the kth smallest value, counted from 1, and its index."""
     _, order = sort(self, dim)
-    index = lax.slice_in_dim(order, k - 1, k, axis=dim % self.ndim)
+    index = lax.slice_in_dim(
+        order,
+        k - 1,
+        k,
+        axis=dim % self.ndim,
+    )
     return _picked(self, index, dim, keepdim)
 
 
