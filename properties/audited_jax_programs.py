@@ -83,7 +83,8 @@ OPTIMIZERS = {
     "clipped": "optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3))",
     "scheduled": "optax.inject_hyperparams(optax.sgd)(optax.cosine_decay_schedule(1e-2, 50))",
     "labelled": "optax.multi_transform({'a': optax.adam(1e-3), 'b': optax.sgd(1e-2)},"
-    " {k: 'a' if k == 'emb' else 'b' for k in params})",
+    " functools.partial(jax.tree_util.tree_map_with_path,"
+    " lambda path, _: 'a' if 'emb' in jax.tree_util.keystr(path) else 'b'))",
 }
 WAYS = {
     # adds up `one(x, y, m)` over the micro-batches, from `start`
