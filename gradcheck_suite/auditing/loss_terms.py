@@ -41,6 +41,7 @@ class Term:
         of_parameters: whether it is a function of parameters alone, such as a penalty, and has no
             items.
         line: `file:line` of the loss, where it is known.
+        rows: the first size of what it reduces; 0 where that is not known.
     """
 
     expression: tuple[str, ...]
@@ -60,6 +61,7 @@ class Term:
     repeated: bool = False
     of_parameters: bool = False
     line: str | None = None
+    rows: int = 0
 
     @property
     def own(self) -> str:

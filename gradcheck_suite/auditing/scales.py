@@ -637,16 +637,31 @@ def _is_same_in_others(e: E) -> bool:
     return any(near(other, e.use.own, e.run.tolerance) for other in _other_lengths(e))
 
 
+def _is_made_a_sum(use: ObjectiveInWindow) -> bool:
+    """Return whether each mean is multiplied by its number of rows or of elements, as YOLOv5's are.
+
+    Such a loss is one of a batch of any size: the window's gradient is that of all its rows together.
+    """
+    for part in use.objective.parts:
+        own = (part.term.rows, part.term.counts.get("elements"))
+        if not any(factor > 1 and factor in own for factor in part.term.factors):
+            return False
+    return True
+
+
 def _base(e: E) -> float:
     """Return the coefficient that a window would have if it were like those beside it; else 0."""
     run = e.run
+    use = e.use
+    weight = run.uses[0].objective.weight
+    # a sum times a constant weighs the same whatever the window
+    is_constant = near(use.objective.weight, weight, run.tolerance)
+    if is_constant and use.is_mean and all(map(_is_made_a_sum, run.uses)):
+        return 0.0
     if run.right:
         return run.right[0].own
-    use = e.use
-    # a sum times a constant weighs the same whatever the window
-    weight = run.uses[0].objective.weight
-    is_constant = not use.is_mean and near(use.objective.weight, weight, run.tolerance)
-    if is_constant or use.length == run.typical_k or not run.is_steady[run.typical_k]:
+    is_sum = is_constant and not use.is_mean
+    if is_sum or use.length == run.typical_k or not run.is_steady[run.typical_k]:
         return 0.0
     return run.by_length[run.typical_k][0].own
 

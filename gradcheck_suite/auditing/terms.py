@@ -750,6 +750,7 @@ class Reader:
         )
         found = _PendingTerm(term, above=above)
         shape = _shape(*below) or (1,)
+        term.rows = shape[0]
         if not term.mean:
             term.counts["rows"] = shape[0]
         if name in OF_ROWS:
@@ -823,8 +824,10 @@ class Reader:
             *term.expression,
             "parameter" if term.of_parameters and is_leaf(node) else name,
         )
-        if (shape := _shape(node, index)) and not term.mean:
-            term.counts["rows"] = shape[0]
+        if shape := _shape(node, index):
+            term.rows = shape[0]
+            if not term.mean:
+                term.counts["rows"] = shape[0]
         if (valid := _valid(node)) is not None:
             found.seen["valid"] = valid
         if weighted:

@@ -1712,6 +1712,32 @@ def apart(x):
     ),
 }
 """What is given to backward, and what the program puts together and divides itself."""
+GROWS = """
+last = -1
+for step in range(24):
+    x, t = torch.randn(5, 3), torch.rand(5, 3)
+    loss = {loss}
+    loss.backward()
+    if step - last >= max(1, round(1 + step / 6)):
+        optimizer.step()
+        optimizer.zero_grad()
+        last = step
+"""
+"""Windows of 1 to 5 micro-batches, as YOLOv5's warm-up has them."""
+GROWING = {
+    f"{verdict}_{name}": Script(
+        START
+        + "model = torch.nn.Linear(3, 3)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)"
+        + GROWS.format(loss=loss),
+        verdict,
+        said,
+    )
+    for name, loss, verdict, said in (
+        ("means_by_rows", "F.mse_loss(model(x), t) * 5", "holds", ()),
+        ("scaled_means_by_rows", "0.04 * F.mse_loss(model(x), t) * 5", "holds", ()),
+        ("means", "0.04 * F.mse_loss(model(x), t)", "violated", ("wrong-scale",)),
+    )
+}
 EVIDENCE = {
     **FUNCTIONS,
     **CASTS,
@@ -1735,4 +1761,5 @@ EVIDENCE = {
     **RESULTS,
     **OFFLOADED,
     **GIVEN,
+    **GROWING,
 }

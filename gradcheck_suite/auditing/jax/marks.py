@@ -99,9 +99,9 @@ class PassMark:
                 )
                 mixing.append({"by": by, "input": sketch([given[one]])["sample"]})
         return {
-            "gradient": sketch(gradient),
+            "gradient": _parts_of(sketch(gradient), "sample", "norms"),
             "loss": loss.astype(jnp.float32).reshape(()),
-            "parameters": sketch([given[one] for one in self.trained]),
+            "parameters": _parts_of(sketch([given[one] for one in self.trained]), "sample"),
             "terms": terms,
             "mixing": mixing,
             "rules": [
@@ -165,11 +165,13 @@ class UpdateMark:
         first = self.results + len(self.shapes)
         update = sketch(values[: self.results])
         found = {
-            "gradient": sketch(values[self.results : first]),
-            "update": update,
+            "gradient": _parts_of(sketch(values[self.results : first]), "sample", "norms"),
+            "update": _parts_of(update, "sample"),
             "moved": update["moved"],
         }
-        return found | ({"parameters": sketch(values[first:])} if self.parameters else {})
+        return found | (
+            {"parameters": _parts_of(sketch(values[first:]), "sample")} if self.parameters else {}
+        )
 
 
 Mark = PassMark | UpdateMark
@@ -290,6 +292,11 @@ def sketch(leaves: Sequence[Any]) -> dict[str, Any]:
         "norms": _in_order(jnp.concatenate(norms), order, [1] * len(order)),
         "moved": jnp.stack(moved).any(),
     }
+
+
+def _parts_of(found: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Return some parts of a sketch; what nobody reads is not compiled."""
+    return {name: found[name] for name in names}
 
 
 MOST_STACKED = 2**22
