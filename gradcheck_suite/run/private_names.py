@@ -99,6 +99,7 @@ TABLE = (
             "_backend_fns",
             "_init_fn",
             "_scale",  # of a GradScaler, once it has scaled
+            "_init_scale",  # of one that has not
             "_per_optimizer_states",
             "_torchdynamo_disable",  # of a function that dynamo must not trace
             "_indices",  # of a sparse tensor
@@ -126,6 +127,7 @@ TABLE = (
             "_saved_min",
             "_saved_offset",
             "_saved_ord",
+            "_saved_target_lengths",
             "_saved_threshold",
             "_saved_training",
         ),
@@ -210,7 +212,7 @@ TABLE = (
             "jax.shard_map",
             "jax.typeof",
         ),
-        ("infer_params",),  # by which `jax.pmap` prepares a call
+        ("infer_params", "_trace"),  # by which `jax.pmap` prepares a call; of a tracer
     ),
     PrivateNames(
         "port",
