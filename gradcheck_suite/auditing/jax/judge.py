@@ -323,8 +323,8 @@ class JaxJudge:
     ) -> bool:
         """Judge a gradient that is another one on each device; return whether that ends the matter.
 
-        Devices that began alike and have nothing in common may be an ensemble: that they are to
-        train one model shows where something is added up over them, or where they are alike again.
+        Copies under a named `vmap` that began alike may be an ensemble: that they are to train one
+        model shows where they are alike again.
         """
         allowed = 1e-5 * np.abs(gradient).max(initial=0.0)
         if np.allclose(gradient, gradient[:1], rtol=1e-3, atol=allowed, equal_nan=True):
@@ -332,7 +332,7 @@ class JaxJudge:
         alike = parameters is None or bool((parameters == parameters[:1]).all())
         mark = given.mark
         assert isinstance(mark, UpdateMark)
-        if alike and (given.adds_up or optimizer.is_apart):
+        if alike and (given.are_devices or optimizer.is_apart):
             window = Window(
                 self._step_of(mark, gradient[0]), list(columns), [1.0] * len(columns), 0.0
             )
@@ -355,12 +355,11 @@ class JaxJudge:
     def _note_apart(self, mark: UpdateMark, optimizer: Optimizer) -> None:
         if not optimizer.is_apart:
             said = (
-                "devices that began alike step on gradients of their own, and nothing is added up over"
-                " them; the first one was judged"
+                "copies that began alike step on gradients of their own; the first one was judged"
             )
             remedy = (
-                "right for an ensemble; if they train one model, add gradients up over all devices"
-                " with `psum`, or average them with `pmean`"
+                "right for an ensemble; if they train one model, add gradients up over all copies with"
+                " `psum`, or average them with `pmean`"
             )
             self.verdicts.notes[finding("ranks-train-apart", said, mark.place, remedy)] += 1
         optimizer.is_apart = True

@@ -31,19 +31,6 @@ MOST_TURNS = 64
 """Turns of a `while` loop that are kept."""
 MOST_STEPS = 40
 """Iterations of a scan with an optimizer's step in it that are looked at."""
-REDUCTIONS = frozenset(
-    {
-        "all_gather",
-        "all_reduce",
-        "pmax",
-        "pmin",
-        "psum",
-        "psum2",
-        "psum_invariant",
-        "reduce_scatter",
-    }
-)
-"""Operations by which devices have something in common."""
 CALLBACKS = frozenset({"debug_callback", "debug_print", "io_callback"})
 MARK = "mark"
 SCAN = "scan"
@@ -118,10 +105,11 @@ class AboutShards:
     """What is known of devices without values.
 
     Attributes:
-        adds_up: whether anything at all is added up over them.
+        are_devices: whether they are devices, of a `pmap` with a name or a `shard_map`: who names
+            an axis trains one model over it. Copies under a named `vmap` may be an ensemble.
     """
 
-    adds_up: bool
+    are_devices: bool
 
 
 @dataclass
@@ -171,13 +159,6 @@ class Contents:
             )
         return self._effects[id(jaxpr)]
 
-    def adds_up(self, jaxpr: Any) -> bool:
-        """Return whether a program adds anything up over devices, or gathers it."""
-        return any(
-            equation.primitive.name in REDUCTIONS or any(map(self.adds_up, programs_in(equation)))
-            for equation in jaxpr.eqns
-        )
-
     def callbacks_inside(self, equation: Any) -> bool:
         """Return whether a program in an equation calls back into Python."""
         return any(map(self.has_callbacks, programs_in(equation)))
@@ -200,10 +181,9 @@ def kept_mark(mark: Mark, axes: Sequence[MappedAxis], summary: Any) -> Kept:
     )
     for axis in axes:
         if axis.name is not None:
-            # a `vmap` leaves no collective in the program that would show what is added up
             node = Kept(
                 SHARDS,
-                AboutShards(adds_up=False),
+                AboutShards(are_devices=False),
                 None,
                 [node],
                 axis.size,
@@ -400,7 +380,7 @@ class Replay:
         kept = jax.tree.unflatten(made["tree"], leaves)
         size = int(np.prod([mesh.shape[axis] for axis in axes]))
         kind = COPIES if axes == (WITHOUT_NAME,) else SHARDS
-        about = AboutShards(adds_up=self.contents.adds_up(params["jaxpr"]))
+        about = AboutShards(are_devices=True)
         return list(results), [
             Kept(
                 kind,
@@ -437,14 +417,14 @@ class MarkEvent:
         values: its summary, as arrays; with one row for each device where there are several.
         devices: their number; 0 for one that is no shard.
         copies: whether one of several copies under a `vmap` was looked at.
-        adds_up: whether anything at all is added up over the devices.
+        are_devices: whether several are devices, and no copies under a `vmap` with a name.
     """
 
     mark: Mark
     values: Any
     devices: int
     copies: bool
-    adds_up: bool = False
+    are_devices: bool = False
 
 
 @dataclass(frozen=True)
@@ -468,13 +448,13 @@ class Around:
     Attributes:
         at: the iterations of the loops around it.
         devices: the number of devices, whose axis then is the first one; 0 where there are none.
-        adds_up: whether anything at all is added up over them.
+        are_devices: whether anything at all is added up over them.
         copies: whether it is one of several copies.
     """
 
     at: tuple[int, ...] = ()
     devices: int = 0
-    adds_up: bool = False
+    are_devices: bool = False
     copies: bool = False
 
     def here(self, tree: Any) -> Any:
@@ -504,7 +484,7 @@ def events_of(kept: Sequence[Kept], around: Around = Around()) -> Iterator[Event
             about = node.about
             copies = about.copies or around.copies
             values = around.here(node.data)
-            yield MarkEvent(about.mark, values, around.devices, copies, around.adds_up)
+            yield MarkEvent(about.mark, values, around.devices, copies, around.are_devices)
         elif node.kind == SCAN:
             order = range(node.size)
             if node.about.reverse:
@@ -536,8 +516,8 @@ def _events_of_devices(node: Kept, around: Around) -> Iterator[Event]:
         yield from events_of(first, replace(around, copies=True))
     else:
         parts = jax.tree.map(lambda x: np.moveaxis(x, axis, 0), node.parts)
-        adds_up = node.about.adds_up
-        yield from events_of(parts, replace(around, devices=node.size, adds_up=adds_up))
+        are_devices = node.about.are_devices
+        yield from events_of(parts, replace(around, devices=node.size, are_devices=are_devices))
 
 
 def replay_program(closed: Any, contents: Contents) -> tuple[Any, Replay]:

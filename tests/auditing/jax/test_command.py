@@ -90,7 +90,7 @@ for xs, ys in rows(4, 2):
 """,
     ),
     "pmap in which devices have nothing in common": (
-        [],
+        ["not-reduced"],
         """
 p, s = twice((linear, tx.init(linear)))
 @functools.partial(jax.pmap, axis_name="batch")
