@@ -1048,6 +1048,8 @@ class TorchAudit:
         if self._is_off:
             return finding("switched-off", "every instrument was switched off")
         if not recorder.steps_seen and recorder.passes_seen:
+            if not recorder.unstepped:
+                recorder.look_for_unstepped()
             why = recorder.unstepped or "the script trains without a torch.optim optimizer"
             passes = counted(recorder.passes_seen, "backward pass")
             return finding("no-step", f"no optimizer.step() was seen in {passes}: {why}")

@@ -951,8 +951,12 @@ class Recorder:
         """Note why no step may come, as long as none has: when the program has ended, its optimizers
         and scalers are gone.
         """
-        if self.steps_seen or self.passes_seen < MANY or self.passes_seen & (self.passes_seen - 1):
-            return
+        is_due = self.passes_seen >= MANY and not self.passes_seen & (self.passes_seen - 1)
+        if is_due and not self.steps_seen:
+            self.look_for_unstepped()
+
+    def look_for_unstepped(self) -> None:
+        """Look for an optimizer and for a scaler that has called none, by a search of all objects."""
         made = live_instances(torch.optim.Optimizer, torch.amp.GradScaler)
         scalers = [one for one in made if isinstance(one, torch.amp.GradScaler)]
         if len(made) > len(scalers):

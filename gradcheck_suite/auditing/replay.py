@@ -223,6 +223,7 @@ class StepWindow:
         coefficients: key -> of which passes its `.grad` is made.
         factor: by which all of `.grad` was multiplied after the last pass; None where parameters
             differ.
+        factor_error: how far the parameters' own factors are from it, relative, as by rounding.
         edit: `"reset"` (some parameters), `"all reset"`, `"free"`, `"by hand"`, or None.
         seen: index of a pass -> its consumers when this step came.
         first: whether it is the optimizer's first step.
@@ -264,6 +265,7 @@ class StepWindow:
     error: float = 0.0
     unclipped: float | None = None
     misplaced: Mapping[int, int] = field(default_factory=dict)
+    factor_error: float = 0.0
 
     @property
     def where(self) -> Place:
@@ -1275,6 +1277,8 @@ def _set_edit(
 ) -> None:
     """Say what was done to `.grad` after the last pass, beside a common factor."""
     window.factor = common
+    if common:
+        window.factor_error = max(abs(one / common - 1) for one in factors.values() if one)
     if factors and all(factor == 0.0 for factor in factors.values()):
         window.edit = "all reset"
     elif any(factors[key] != 0.0 for key in off):

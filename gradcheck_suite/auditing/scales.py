@@ -880,10 +880,12 @@ def _are_shares(
     uses: Sequence[ObjectiveInWindow], factors: Sequence[float], totals: Sequence[float]
 ) -> bool:
     """Return whether an item of each window weighs one over a number of it."""
-    return all(
-        near(use.objective.weight * factor * total, 1.0, max(use.objective.tolerance, 1e-5))
-        for use, factor, total in zip(uses, factors, totals, strict=True)
-    )
+    for use, factor, total in zip(uses, factors, totals, strict=True):
+        # each element of `.grad` is rounded when it is divided: in bfloat16 to 1/256
+        tolerance = max(use.objective.tolerance, use.window.factor_error, 1e-5)
+        if not near(use.objective.weight * factor * total, 1.0, tolerance):
+            return False
+    return True
 
 
 def _is_miscounted(e: E) -> Seen:
