@@ -33,6 +33,19 @@ def test_each_fault_is_named(name):
     assert not said(program)
 
 
+@pytest.mark.share(3)
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(10140, id="a running count divides .grad in bfloat16"),
+        pytest.param(10314, id="the last count divides .grad in bfloat16"),
+        pytest.param(11187, id="weights are uncertain by their own size"),
+    ],
+)
+def test_a_program_that_was_once_judged_wrongly(number):
+    assert not said(program_of(Random(number)))
+
+
 def _blind(*_):
     return rules.Decided()
 
