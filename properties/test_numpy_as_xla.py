@@ -427,6 +427,7 @@ def _names(jaxpr: Any) -> set[str]:
     return found
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 @given(st.data())
 @settings(max_examples=6, deadline=None)

@@ -418,6 +418,7 @@ class Peephole(torch.nn.Module):
         return torch.stack(found, 1)
 
 
+@pytest.mark.full
 def test_a_term_that_starts_at_zero_is_not_missing():
     """The port's output gate sees the state of the time step before."""
 
