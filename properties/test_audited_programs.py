@@ -39,6 +39,7 @@ def test_each_fault_is_named(name):
     [
         pytest.param(10140, id="a running count divides .grad in bfloat16"),
         pytest.param(10314, id="the last count divides .grad in bfloat16"),
+        pytest.param(20173, id="a sum over single items with a short window"),
         pytest.param(11187, id="weights are uncertain by their own size"),
     ],
 )

@@ -851,6 +851,9 @@ def _is_count_of_last(e: E) -> Seen:
     counts = [use.objective.counts for use in e.run.uses]
     for name in sorted(set.intersection(*map(set, counts))):
         lasts = [of[name][-1] for of in counts]
+        # one number in all windows may be a coefficient; 1 is that of a plain sum
+        if len(set(lasts)) == 1:
+            continue
         # a mean of each that is made by hand has equal counts
         is_mean = _is_proportional(lasts, [sum(of[name]) for of in counts])
         found = None if is_mean else _divided_by_numbers(e, lasts)
