@@ -1031,12 +1031,4 @@ class Judge:
                 window = replace(last, passes=left)
                 lost = Sighting({"lost": counted(len(left), "micro-batch")})
                 violation = violation_of(TAIL.fault(lost), window, window.where)
-                self.add(
-                    replace(
-                        violation,
-                        window=None,
-                        found_after=None,
-                        step=None,
-                        stepped=None,
-                    )
-                )
+                self.add(violation.of_no_step)

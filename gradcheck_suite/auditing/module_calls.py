@@ -38,7 +38,7 @@ from gradcheck_suite.auditing.program_state import (
     RandomState,
     unchanged,
 )
-from gradcheck_suite.auditing.repeated_calls import RepeatedCalls, may_be_repeated
+from gradcheck_suite.auditing.repeated_calls import RepeatedCalls
 from gradcheck_suite.auditing.samples import (
     OWN,
     BatchedSampler,
@@ -364,8 +364,7 @@ class ModuleCalls:
             in_backward = torch._C._current_graph_task_id() != -1
             with contextlib.suppress(Exception), Apart():
                 if not in_backward:
-                    if may_be_repeated():
-                        self.repeated.begin(module, arguments)
+                    self.repeated.begin(module, arguments)
                 elif torch.is_grad_enabled():
                     self.repeated.enter(module, arguments)
             if self._outermost is None and _is_in_program():
@@ -483,8 +482,7 @@ class ModuleCalls:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return
         if torch._C._current_graph_task_id() == -1:
-            if may_be_repeated():
-                self.repeated.note(module, given, output)
+            self.repeated.note(module, given, output)
         elif torch.is_grad_enabled() and differentiable(output):
             self.repeated.compare(module, given, output)
 

@@ -151,20 +151,22 @@ class RepeatedCalls:
         self.said = ""
 
     def begin(self, module: torch.nn.Module, arguments: Any) -> None:
-        """Note that a call of the forward begins."""
-        self._versions[id(module)].append(_versions(arguments))
+        """Note that a call of the forward begins, where a backward may make it once more."""
+        if may_be_repeated():
+            self._versions[id(module)].append(_versions(arguments))
 
     def note(self, module: torch.nn.Module, given: Any, output: Any) -> None:
-        """Note a call of the forward.
+        """Note a call of the forward whose beginning was noted.
 
         One that writes to its input, as `ReLU(inplace=True)` does, is left out: what it was given is
         known no more when it has returned.
         """
-        began = self._versions[id(module)]
-        versions = _versions(given)
-        then = began.pop() if began else versions
+        began = self._versions.get(id(module))
+        if not began:
+            return
+        then = began.pop()
         # keyword arguments come last, and are not told when a call begins
-        if then == versions[: len(then)]:
+        if then == _versions(given)[: len(then)]:
             self._calls[id(module)].append(_call(module.training, given, output))
 
     def enter(self, module: torch.nn.Module, given: Any) -> None:

@@ -315,6 +315,17 @@ class Violation:
         )
 
     @property
+    def of_no_step(self) -> Violation:
+        """The violation as one of micro-batches that no step came to."""
+        return replace(
+            self,
+            window=None,
+            found_after=None,
+            step=None,
+            stepped=None,
+        )
+
+    @property
     def anywhere(self) -> str:
         """Every place that it names, joined by ` < `."""
         return " < ".join(filter(None, self.places.values()))

@@ -117,15 +117,7 @@ def _judge_tail(judge: JaxJudge, optimizer: Optimizer) -> None:
             ),
             optimizer,
         )
-        judge.verdicts.found.append(
-            replace(
-                violation,
-                window=None,
-                found_after=None,
-                step=None,
-                stepped=None,
-            )
-        )
+        judge.verdicts.found.append(violation.of_no_step)
 
 
 def _judge_points(judge: JaxJudge) -> None:
