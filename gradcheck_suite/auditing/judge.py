@@ -153,7 +153,7 @@ def _ranks_of(found: Sequence[Iterable[T]]) -> dict[T, list[int]]:
     return ranks
 
 
-def _on(ranks: Sequence[int], of_ranks: Sequence[Judge], sentence: str) -> str:
+def _on(ranks: Sequence[int], of_ranks: Sequence[RunJudge], sentence: str) -> str:
     """Return a sentence with the ranks of which it is true, where that is not said of all of them."""
     if len(ranks) == len(of_ranks):
         return sentence
@@ -163,7 +163,7 @@ def _on(ranks: Sequence[int], of_ranks: Sequence[Judge], sentence: str) -> str:
 # The run.
 
 
-class Judge:
+class RunJudge:
     """Takes the events of a run, one of each rank at a time, and judges it.
 
     Args:
@@ -371,7 +371,7 @@ class Judge:
         """Add what another instrument found worth knowing."""
         self._notes[one] += 1
 
-    def take_over(self, of_ranks: Sequence[Judge]) -> None:
+    def take_over(self, of_ranks: Sequence[RunJudge]) -> None:
         """Take over what the judges of ranks that train by themselves have found: what all have
         alike is said once.
 

@@ -101,7 +101,7 @@ def _relative(expected: Any, observed: Array) -> Array:
     return np.where(np.isfinite(off), off, np.inf) / largest
 
 
-class Judge:
+class PairJudge:
     """Judges one pair.
 
     Args:
@@ -1089,7 +1089,7 @@ def judged(
     state = state_of(pair.module)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the programs are small
-    judge = Judge(
+    judge = PairJudge(
         pair,
         notes,
         options,
