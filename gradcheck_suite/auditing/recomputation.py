@@ -470,7 +470,7 @@ def _lost_by(part: RecordedCall, found: ReplayResult) -> float:
 
 
 @dataclass(frozen=True)
-class Difference:
+class GradDifference:
     """How `.grad` differs from the window's gradient.
 
     Attributes:
@@ -490,7 +490,7 @@ def compare(
     total: AccumulatedGradient,
     factor: float,
     draws: Callable[[int], AccumulatedGradient],
-) -> Difference:
+) -> GradDifference:
     """Compare `.grad` with a factor times the window's gradient.
 
     Args:
@@ -526,7 +526,7 @@ def compare(
     )
     error = math.hypot(*off.values()) / size if size else 0.0
     worst = max(ratios, key=ratios.__getitem__, default=None)
-    return Difference(error, worst, ratios[worst] if worst is not None else 0.0)
+    return GradDifference(error, worst, ratios[worst] if worst is not None else 0.0)
 
 
 def exceeding(
@@ -808,7 +808,7 @@ def _refused(reason: NotRecomputed) -> RecomputeResult:
 
 def _computed(
     asked: RecomputeRequest, parts: Sequence[RecordedCall], how: ReplayOptions
-) -> tuple[Difference, AccumulatedGradient, list[ReplayResult]]:
+) -> tuple[GradDifference, AccumulatedGradient, list[ReplayResult]]:
     """Return how `.grad` differs from the window that is computed again micro-batch by micro-batch."""
     total, replayed = by_micro_batch(parts, how)
     found = compare(
@@ -921,7 +921,7 @@ def _judge_draws(
     asked: RecomputeRequest,
     parts: Sequence[RecordedCall],
     replayed: Sequence[ReplayResult],
-    difference: Difference,
+    difference: GradDifference,
     result: RecomputeResult,
 ) -> None:
     """Judge what a checkpoint draws, or computes, again inside of the backward."""
@@ -1214,7 +1214,7 @@ def _judge_difference(
     asked: RecomputeRequest,
     received: Sequence[RecordedCall],
     parts: Sequence[RecordedCall],
-    difference: Difference,
+    difference: GradDifference,
     result: RecomputeResult,
 ) -> None:
     """Say why `.grad` is another one than that of the calls, which give what they gave.
@@ -1257,7 +1257,7 @@ def _judge_difference(
 def _judge_backward(
     asked: RecomputeRequest,
     received: Sequence[RecordedCall],
-    without: Difference,
+    without: GradDifference,
     result: RecomputeResult,
 ) -> None:
     """Say which backward is not linear.
@@ -1302,7 +1302,7 @@ def _judge_backward(
 def _judge_output_hooks(
     asked: RecomputeRequest,
     received: Sequence[RecordedCall],
-    difference: Difference,
+    difference: GradDifference,
     result: RecomputeResult,
 ) -> bool:
     """Judge hooks of the program's on outputs of a model, where these explain the difference.
@@ -1351,7 +1351,7 @@ NEAR_TWICE = 1e-3
 def _judge_stolen(
     asked: RecomputeRequest,
     parts: Sequence[RecordedCall],
-    difference: Difference,
+    difference: GradDifference,
     result: RecomputeResult,
 ) -> bool:
     """Judge gradients that lie in memory to which each backward writes.
@@ -1384,7 +1384,7 @@ def _refuse_difference(
     asked: RecomputeRequest,
     parts: Sequence[RecordedCall],
     replayed: Sequence[ReplayResult],
-    found: Difference,
+    found: GradDifference,
 ) -> NoReturn:
     """Say that `.grad` is another one than that of the calls, and what was ruled out.
 
@@ -1481,7 +1481,7 @@ def _judge_own_terms(
     return True
 
 
-def _blame(name: str, sentence: str, difference: Difference, result: RecomputeResult) -> None:
+def _blame(name: str, sentence: str, difference: GradDifference, result: RecomputeResult) -> None:
     result.name = name
     result.sentence = sentence
     result.error = difference.error
