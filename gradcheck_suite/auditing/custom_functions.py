@@ -24,7 +24,7 @@ import torch
 
 from gradcheck_suite.auditing.function_calls import (
     LARGEST,
-    Call,
+    FunctionCall,
     Laid,
     of_operator,
     reached,
@@ -107,7 +107,7 @@ class FunctionReport:
 NOT_SEEN = "its backward was not checked, since no further call of it was seen"
 
 
-def judge_function(call: Call, *, accumulates: bool = True) -> FunctionReport:
+def judge_function(call: FunctionCall, *, accumulates: bool = True) -> FunctionReport:
     """Judge the `backward` of a custom function at one call.
 
     The random numbers of the process are changed.
@@ -151,7 +151,7 @@ class Fault:
     called: str = "wrong-backward"
 
 
-def _of_forward(call: Call) -> FunctionReport:
+def _of_forward(call: FunctionCall) -> FunctionReport:
     """Hold `backward` to the derivative of `forward`."""
     name = call.name
     if refusal := _refusal(call):
@@ -170,7 +170,7 @@ def _of_forward(call: Call) -> FunctionReport:
     )
 
 
-def _refusal(call: Call) -> str:
+def _refusal(call: FunctionCall) -> str:
     """Return why a call cannot be judged; empty where it can be tried."""
     if not call.by_itself:
         return GIVEN
@@ -213,7 +213,7 @@ class Subject:
         places: where its real outputs are among all.
     """
 
-    call: Call
+    call: FunctionCall
     base: list[Any]
     wanted: list[int]
     tensors: list[tuple[dict[str, Any], str, torch.Tensor]]
@@ -221,7 +221,7 @@ class Subject:
 
     @staticmethod
     @contextlib.contextmanager
-    def of(call: Call, dtype: torch.dtype | None) -> Iterator[Subject]:
+    def of(call: FunctionCall, dtype: torch.dtype | None) -> Iterator[Subject]:
         """Make one, and put the modules' own tensors back at the end.
 
         Args:
@@ -755,7 +755,7 @@ def _are_close(found: Sequence[torch.Tensor], other: Sequence[torch.Tensor], lea
     )
 
 
-def _of_own_dtype(call: Call) -> Fault | None:
+def _of_own_dtype(call: FunctionCall) -> Fault | None:
     """Hold `backward` in the dtypes of the call to what it is in float64, where it is the
     derivative.
 
@@ -811,7 +811,7 @@ def _of_own_dtype(call: Call) -> Fault | None:
     return None
 
 
-def _needs_contiguous(call: Call) -> bool:
+def _needs_contiguous(call: FunctionCall) -> bool:
     """Return whether `backward` depends on how a gradient of its outputs lies in memory."""
     generator = torch.Generator().manual_seed(4)
     with Subject.of(call, None) as subject:
@@ -826,7 +826,7 @@ def _needs_contiguous(call: Call) -> bool:
     return any(_apart(other[i], gradient) > least * _size(gradient) for i, gradient in one.items())
 
 
-def _of_program(call: Call) -> Fault | None:
+def _of_program(call: FunctionCall) -> Fault | None:
     """Hold what `backward` gave in the program to what it gives by itself for the same call.
 
     What its forward kept outside of its context may be that of a later call by then.
@@ -870,7 +870,7 @@ def _of_program(call: Call) -> Fault | None:
     return None
 
 
-def _of_memory(call: Call) -> Fault | None:
+def _of_memory(call: FunctionCall) -> Fault | None:
     """Hold the sum of two passes in `.grad` to the sum of what each gave.
 
     Torch puts the first gradient itself in `.grad`. A function that computes into one piece of
@@ -907,7 +907,7 @@ def _of_memory(call: Call) -> Fault | None:
     return None
 
 
-def _of_second(call: Call) -> Fault | None:
+def _of_second(call: FunctionCall) -> Fault | None:
     """Hold the derivative of `backward`, through which a further pass of the program went, to its
     differences.
     """

@@ -101,7 +101,7 @@ class Bound:
 
 
 @dataclass(eq=False)
-class Call:
+class FunctionCall:
     """One call of a custom function.
 
     Attributes:
@@ -339,7 +339,7 @@ def _memory(arguments: Sequence[Any]) -> dict[int, int]:
 
 def _written(context: Any) -> list[int]:
     """Return the indices of the arguments that a call has saved, and that have other values now."""
-    call: Call | None = getattr(context, _MARK, None)
+    call: FunctionCall | None = getattr(context, _MARK, None)
     if call is None or call.backward is not None or not call.is_copied:
         return []
     saved = {one.data_ptr(): one for one in saved_tensors(context, "tensors") if is_plain(one)}
@@ -370,10 +370,10 @@ class Recorder:
     """
 
     def __init__(self, known: Set[FunctionKey]) -> None:
-        self.calls: dict[FunctionKey, dict[Signature, Call]] = {}
+        self.calls: dict[FunctionKey, dict[Signature, FunctionCall]] = {}
         self.known: Set[FunctionKey] = known
         self.differentiated = set[type]()
-        self._last: Call | None = None
+        self._last: FunctionCall | None = None
 
     @contextlib.contextmanager
     def watching(self, kind: Any, key: FunctionKey, *, by_itself: bool = True) -> Iterator[None]:
@@ -435,7 +435,7 @@ class Recorder:
 
     def _begin(
         self, kind: Any, key: FunctionKey, arguments: Sequence[Any], *, by_itself: bool
-    ) -> Call | None:
+    ) -> FunctionCall | None:
         of_class = self.calls.setdefault(key, {})
         is_first = not of_class and key not in self.known
         if not _needs_gradient(arguments) or len(of_class) >= MOST:
@@ -455,7 +455,7 @@ class Recorder:
             # a large call is not judged: no copy is made of it
             small = size <= LARGEST
             given = [_copy(value) if small else value for value in arguments]
-            call = Call(
+            call = FunctionCall(
                 kind,
                 given,
                 RandomState.now(),
@@ -468,7 +468,7 @@ class Recorder:
         of_class[signature] = call
         return call
 
-    def _end(self, call: Call, context: Any, arguments: Sequence[Any], output: Any) -> None:
+    def _end(self, call: FunctionCall, context: Any, arguments: Sequence[Any], output: Any) -> None:
         if context is not None:
             setattr(context, _MARK, call)
             dirty = getattr(context, "dirty_tensors", None) or ()
@@ -507,7 +507,7 @@ class Recorder:
                 is_new = isinstance(gradient, torch.Tensor) and not gradient.is_leaf
                 if is_new and gradient.requires_grad:
                     gradient.register_hook(functools.partial(self._note_further, kind))
-        call: Call | None = getattr(context, _MARK, None)
+        call: FunctionCall | None = getattr(context, _MARK, None)
         if call is None or call.backward is not None or not call.is_copied:
             return
         with Apart(), torch.no_grad():
@@ -521,7 +521,7 @@ class Recorder:
 @contextlib.contextmanager
 def first_calls(
     kinds: Set[type], known: Set[FunctionKey] = frozenset()
-) -> Iterator[dict[FunctionKey, dict[Signature, Call]]]:
+) -> Iterator[dict[FunctionKey, dict[Signature, FunctionCall]]]:
     """Record the first call of each kind of each class while this is open.
 
     Where the statement that made one of the classes makes another one meanwhile, the first calls of
@@ -601,9 +601,9 @@ class CallsOfProgram:
         calls = chain.from_iterable(each.values() for each in self._recorder.calls.values())
         return any(map(_is_ready, calls))
 
-    def taken(self) -> list[Call]:
+    def taken(self) -> list[FunctionCall]:
         """Return what was recorded, and let the classes go of which enough was."""
-        found = list[Call]()
+        found = list[FunctionCall]()
         for kind, calls in self._recorder.calls.items():
             ready = {signature: one for signature, one in calls.items() if _is_ready(one)}
             found += ready.values()
@@ -634,7 +634,7 @@ class CallsOfProgram:
         return unseen
 
 
-def _is_ready(call: Call) -> bool:
+def _is_ready(call: FunctionCall) -> bool:
     return call.backward is not None or not call.is_copied
 
 
@@ -647,7 +647,7 @@ class _Muted(Recorder):
 
     def _begin(
         self, kind: Any, key: FunctionKey, arguments: Sequence[Any], *, by_itself: bool
-    ) -> Call | None:
+    ) -> FunctionCall | None:
         if self._owner.is_muted:
             return None
         return super()._begin(

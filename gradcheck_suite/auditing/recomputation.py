@@ -34,8 +34,8 @@ import torch
 
 from gradcheck_suite.auditing.custom_functions import LEAST, FunctionReport, judge_function
 from gradcheck_suite.auditing.function_calls import (
-    Call,
     CallsOfProgram,
+    FunctionCall,
     FunctionKey,
     first_calls,
     given_copies,
@@ -1522,7 +1522,9 @@ def _judge_functions(
     blame_functions(verdicts, result, asked.known)
 
 
-def _written(parts: Sequence[RecordedCall], calls: Iterable[Call]) -> Iterable[FunctionReport]:
+def _written(
+    parts: Sequence[RecordedCall], calls: Iterable[FunctionCall]
+) -> Iterable[FunctionReport]:
     """Judge functions that write to a tensor that they are given, and do not declare it.
 
     The window is computed again with copies in its place: where that is another gradient, the

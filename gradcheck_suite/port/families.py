@@ -46,7 +46,15 @@ from gradcheck_suite.port.search import (
     downstream,
     recomputed,
 )
-from gradcheck_suite.port.torch_program import LOSS, Call, Change, Ref, TorchProgram, fill, flat
+from gradcheck_suite.port.torch_program import (
+    LOSS,
+    Change,
+    OperationCall,
+    Ref,
+    TorchProgram,
+    fill,
+    flat,
+)
 from gradcheck_suite.port.transforms import (
     PERMUTING,
     exchanges,
@@ -180,7 +188,7 @@ def beyond_a_table(search: Search, place: int) -> Iterator[Hypothesis]:
         if index is not None and program.calls[limit].name.startswith("clamp"):
             free = {Ref(limit, 0): program.calls[limit].args[0]}
 
-            def read(c: Call, a: Any, k: Any, get: Any, free: Any = free) -> Any:
+            def read(c: OperationCall, a: Any, k: Any, get: Any, free: Any = free) -> Any:
                 own = {ref: get(source) for ref, source in free.items()}
                 rows = get(c.args[0])
                 at = _with_others(program, index.kind, own, get)
@@ -265,7 +273,7 @@ def _last_of(top: _Top, get: Any) -> Any:
 
 
 def _by_threshold(top: _Top, source: Any) -> Change:
-    def change(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
+    def change(call: OperationCall, args: Any, kwargs: Any, get: Any) -> Any:
         x = get(top.of)
         last = _last_of(top, get)
         kept = x >= last if top.largest else x <= last
@@ -276,7 +284,7 @@ def _by_threshold(top: _Top, source: Any) -> Change:
 
 
 def _by_position(top: _Top) -> Change:
-    def change(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
+    def change(call: OperationCall, args: Any, kwargs: Any, get: Any) -> Any:
         x = get(top.of)
         # torch promises no order of equal elements, and JAX takes the first ones
         order = torch.sort(x, dim=top.dim, descending=top.largest, stable=True).indices
@@ -290,7 +298,7 @@ def _by_position(top: _Top) -> Change:
     return change
 
 
-def _compared(call: Call, top: _Top, off: float) -> bool:
+def _compared(call: OperationCall, top: _Top, off: float) -> bool:
     """Return what a comparison says of an element that is so far from the last one that is taken."""
     operands = [torch.tensor(off if ref == top.of else 0.0) for ref in call.args[:2]]
     return bool(call.op(*operands))
@@ -332,7 +340,12 @@ def smoothings(search: Search, place: int) -> Iterator[Hypothesis]:
         for others in (False, True):
 
             def smooth(
-                c: Call, a: Any, k: Any, get: Any, share: float = share, others: bool = others
+                c: OperationCall,
+                a: Any,
+                k: Any,
+                get: Any,
+                share: float = share,
+                others: bool = others,
             ) -> Any:
                 return [
                     smoothed(
@@ -377,14 +390,14 @@ def _gates_of(
         width = value.shape[-1]
         return slice(part * width, (part + 1) * width)
 
-    def early(c: Call, a: Any, k: Any, get: Any) -> Any:
+    def early(c: OperationCall, a: Any, k: Any, get: Any) -> Any:
         kept = rows(a[1 - i])
         return [(a[1 - i] * get(state)) @ get(weight)[:, kept] + get(bias)[kept]]
 
-    def bare(c: Call, a: Any, k: Any, get: Any) -> Any:
+    def bare(c: OperationCall, a: Any, k: Any, get: Any) -> Any:
         return [(a[i] - get(bias)[rows(a[i])]) * a[1 - i]]
 
-    def outside(c: Call, a: Any, k: Any, get: Any) -> Any:
+    def outside(c: OperationCall, a: Any, k: Any, get: Any) -> Any:
         return [(a[i] - get(bias)[rows(a[i])]) * a[1 - i] + get(bias)[rows(a[i])]]
 
     words = "the reset gate before the product with the recurrent weight"
@@ -453,7 +466,7 @@ def _is_reduction_of(search: Search, ref: Any, whole: Ref) -> bool:
     return any(whole in c.refs for c in near) and any(re.fullmatch(REDUCING, c.name) for c in near)
 
 
-def missing(call: Call, kept: int) -> str:
+def missing(call: OperationCall, kept: int) -> str:
     """Return the cause of a call that is left out, of which one operand is kept."""
     name = call.name.rstrip("_")
     if is_activation(call):
@@ -482,7 +495,7 @@ def scaled(search: Search, place: int) -> Iterator[Hypothesis]:
     yield from _scaled_operands(search, place)
 
 
-def _number_in(call: Call) -> float | None:
+def _number_in(call: OperationCall) -> float | None:
     """Return the number that stands in a call, such as an epsilon that is added."""
     second = call.args[1] if len(call.args) > 1 else None
     return second if isinstance(second, int | float) else None
@@ -931,7 +944,7 @@ def _started_at_first(search: Search, start: Ref, first: Ref, line: Collection[i
     """Return that a recurrence starts at its first value where torch starts at zero."""
     readers = [i for i in search.program.readers[start] if i in line]
 
-    def begun(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
+    def begun(call: OperationCall, args: Any, kwargs: Any, get: Any) -> Any:
         is_given = not isinstance(first.kind, int)
         value = get(first) if is_given else _ahead(search, first.kind, min(readers), {}, get)
         own = lambda ref: value if ref == start else get(ref)  # noqa: E731 - one use
@@ -945,7 +958,7 @@ def _started_at_zero(search: Search, start: Ref, value: Ref, end: int) -> Hypoth
     """Return that a recurrence starts at zero, one step before the value at which torch starts."""
     made_by = int(start.kind)
 
-    def stepped(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
+    def stepped(call: OperationCall, args: Any, kwargs: Any, get: Any) -> Any:
         outs = flat(call.op(*args, **kwargs))
         before = outs[start.index]
         instead = {start: torch.zeros_like(before), value: before}
@@ -1001,7 +1014,7 @@ def _joined_with(search: Search, source: Ref, place: int) -> Iterator[list[Ref]]
 
 
 def _gathering(position: int, parts: Sequence[Ref], reduce: Callable[[Any], Any]) -> Change:
-    def change(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
+    def change(call: OperationCall, args: Any, kwargs: Any, get: Any) -> Any:
         put = reduce(torch.stack([get(r) for r in parts]))
         return of_operand(position, lambda v: put.reshape(v.shape))(call, args, kwargs, get)
 
@@ -1052,7 +1065,7 @@ def _interleaved(search: Search, i: int, k: int) -> Iterator[Hypothesis]:
             yield Hypothesis("permuted", said, changes, at=i)
 
 
-def _as_call(other: Call) -> Change:
+def _as_call(other: OperationCall) -> Change:
     return lambda c, a, k, g: other.op(a[0], *other.args[1:], **other.kwargs)
 
 
@@ -1124,7 +1137,7 @@ def _transformed_as(search: Search, place: int, ref: Ref, cause: str) -> str:
     return _OTHERS.get(cause, cause)
 
 
-def _offset_of(search: Search, call: Call, ref: Ref) -> str:
+def _offset_of(search: Search, call: OperationCall, ref: Ref) -> str:
     """Return the cause of an operand that is one more or less: a count, or a position."""
     is_divisor = call.name.startswith("div") and call.args[1] == ref
     if is_divisor and _is_whole(search, ref):
@@ -1229,7 +1242,13 @@ def undone(search: Search, place: int) -> Iterator[Hypothesis]:
             back = torch.argsort(moved)
 
             def inverse(
-                c: Call, a: Any, k: Any, get: Any, i: int = i, start: Ref = start, back: Any = back
+                c: OperationCall,
+                a: Any,
+                k: Any,
+                get: Any,
+                i: int = i,
+                start: Ref = start,
+                back: Any = back,
             ) -> Any:
                 put = get(start).reshape(-1)[back]
                 return of_operand(i, lambda v: put.reshape(v.shape))(c, a, k, get)
@@ -1454,7 +1473,7 @@ def _may_be_exchanged(search: Search, u: Ref, v: Ref) -> bool:
 def _reading(instead: Mapping[Ref, Ref]) -> Change:
     """Return the change of a call that reads other tensors in place of some."""
 
-    def change(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
+    def change(call: OperationCall, args: Any, kwargs: Any, get: Any) -> Any:
         other = lambda ref: get(instead.get(ref, ref))  # noqa: E731 - one use
         return call.op(*fill(call.args, other), **fill(call.kwargs, other))
 
@@ -1532,7 +1551,7 @@ def _exchanged(program: TorchProgram, before: Ref, after: Ref, end: int) -> Chan
     """
     call = program.calls[after.kind]
 
-    def change(last: Call, a: Any, k: Any, get: Any) -> Any:
+    def change(last: OperationCall, a: Any, k: Any, get: Any) -> Any:
         def late(value: Any) -> Any:
             return _with_others(program, end, {after: value}, get)
 
@@ -1556,7 +1575,7 @@ def _exchanged(program: TorchProgram, before: Ref, after: Ref, end: int) -> Chan
     return change
 
 
-def _adds_little(call: Call) -> bool:
+def _adds_little(call: OperationCall) -> bool:
     return (
         call.name in ("add", "add_") and isinstance(call.args[1], float) and 0 < call.args[1] < 1e-2
     )

@@ -21,7 +21,14 @@ from gradcheck_suite.port.number_sets import Array, Numbers
 from gradcheck_suite.port.own_functions import OwnFunction
 from gradcheck_suite.port.search import ALIKE, Repairs, repeated
 from gradcheck_suite.port.sides import RESOLUTION, Point, Sides, input_name
-from gradcheck_suite.port.torch_program import Call, Change, Ref, TorchProgram, TorchRun, fill
+from gradcheck_suite.port.torch_program import (
+    Change,
+    OperationCall,
+    Ref,
+    TorchProgram,
+    TorchRun,
+    fill,
+)
 
 CANDIDATES = 1200
 """Changes that are tried. The zoo of ports needs up to 105."""
@@ -314,14 +321,14 @@ def _at_call(program: TorchProgram, run: TorchRun, index: int) -> Iterator[Hypot
             )
 
 
-def _stopped(call: Call, ref: Ref) -> Change:
+def _stopped(call: OperationCall, ref: Ref) -> Change:
     """Return the change that detaches an operand of a call.
 
     In the calls of other layers, the one at the same place.
     """
     places = {n for n, r in enumerate(call.refs) if r == ref}
 
-    def change(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
+    def change(call: OperationCall, args: Any, kwargs: Any, get: Any) -> Any:
         number = count()
         stop = lambda v: v.detach() if next(number) in places else v  # noqa: E731 - one use
         args, kwargs = pytree.tree_map_only(torch.Tensor, stop, (args, kwargs))
@@ -344,7 +351,7 @@ def _producer(program: TorchProgram, run: TorchRun, ref: Ref, index: int) -> int
 def _with_more(program: TorchProgram) -> Iterator[Hypothesis]:
     """Yield that what torch detaches, or computes without gradients, has one."""
 
-    def free(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
+    def free(call: OperationCall, args: Any, kwargs: Any, get: Any) -> Any:
         with torch.enable_grad():
             return call.op(*args, **kwargs)
 
@@ -383,7 +390,7 @@ def _other_stopped(detached: Ref, source: Ref) -> Change:
     others detached.
     """
 
-    def change(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
+    def change(call: OperationCall, args: Any, kwargs: Any, get: Any) -> Any:
         read = lambda r: get(source) if r == detached else get(r).detach()  # noqa: E731 - one use
         return call.op(*fill(call.args, read), **fill(call.kwargs, read))
 

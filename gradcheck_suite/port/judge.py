@@ -53,8 +53,8 @@ from gradcheck_suite.port.sides import Point, Sides, exchanged, input_name
 from gradcheck_suite.port.sizes import expect_sizes
 from gradcheck_suite.port.torch_program import (
     LOSS,
-    Call,
     Change,
+    OperationCall,
     Ref,
     TorchProgram,
     TorchRun,
@@ -1054,7 +1054,7 @@ def _has_same_outputs(matching: Matching) -> bool:
     return all(_has_same_numbers(mine, other) for mine, other in pairs)
 
 
-def _named(call: Call) -> str:
+def _named(call: OperationCall) -> str:
     return f"{call.label} as at {call.where}" if call.where else call.label
 
 

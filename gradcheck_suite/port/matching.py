@@ -17,7 +17,7 @@ import torch
 
 from gradcheck_suite.port.jax_program import Equation
 from gradcheck_suite.port.number_sets import SAME, Array, Numbers, aligned, error, telling, variety
-from gradcheck_suite.port.torch_program import Call, Ref, TorchProgram, TorchRun, fill
+from gradcheck_suite.port.torch_program import OperationCall, Ref, TorchProgram, TorchRun, fill
 
 
 def array(value: Any) -> Array:
@@ -61,7 +61,7 @@ class Side:
         return self.numbers.holds(array(first)) if isinstance(first, torch.Tensor) else None
 
 
-def only_moves(call: Call, outs: Sequence[Any], run: TorchRun) -> bool:
+def only_moves(call: OperationCall, outs: Sequence[Any], run: TorchRun) -> bool:
     """Return whether a call's result has no other numbers than what it reads: a reshape, a mask, a
     maximum.
 
@@ -277,7 +277,7 @@ class Matching:
         return "", None
 
 
-def _inside(call: Call, args: Any, out: torch.Tensor) -> list[torch.Tensor]:
+def _inside(call: OperationCall, args: Any, out: torch.Tensor) -> list[torch.Tensor]:
     across = [1, -1, *[1] * (out.dim() - 2)]
     if call.name == "addmm":
         return [out - args[0]]

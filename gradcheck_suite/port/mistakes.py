@@ -19,7 +19,7 @@ import torch.nn.functional as F  # noqa: N812 - as torch's documents call it
 
 from gradcheck_suite.port.alterations import Options, Row
 from gradcheck_suite.port.changes import CallArguments, Hypothesis, in_place_of
-from gradcheck_suite.port.torch_program import Call
+from gradcheck_suite.port.torch_program import OperationCall
 
 # Normalization, in all forms that are in use.
 
@@ -356,7 +356,7 @@ ACTIVATION = "activation"
 MATH = "exp|expm1|log|log1p|sqrt|rsqrt|neg|reciprocal|square|abs|sin|cos"
 
 
-def is_activation(call: Call) -> bool:
+def is_activation(call: OperationCall) -> bool:
     """Return whether a call has one tensor and needs no more, and works element by element.
 
     Mathematics is none.
@@ -1175,7 +1175,7 @@ def rows_of(operation: str, activates: bool) -> tuple[Row, ...]:
 
 
 def mistakes(
-    index: int, call: Call, args: Sequence[Any], kwargs: Any, out: Any
+    index: int, call: OperationCall, args: Sequence[Any], kwargs: Any, out: Any
 ) -> Iterator[Hypothesis]:
     """Yield the usual mistakes with one operation, by the table and by its numbers."""
     given = CallArguments(call, args, kwargs)
@@ -1193,7 +1193,7 @@ _NUMBERED = re.compile(
 BASES = (1e4, 1e3, 1e5, 5e5, 1e6, 100.0)
 
 
-def _other_numbers(index: int, call: Call, given: CallArguments) -> Iterator[Hypothesis]:
+def _other_numbers(index: int, call: OperationCall, given: CallArguments) -> Iterator[Hypothesis]:
     """Yield other values of a number that the author's code has in a sum, product, power or limit."""
     if not _NUMBERED.fullmatch(call.name):
         return

@@ -21,7 +21,15 @@ from gradcheck_suite.port.changes import RAISED, Hypothesis, dense, of_ours
 from gradcheck_suite.port.explanation import Explanation, best_explanation
 from gradcheck_suite.port.matching import Matching, Side, array, outputs_error
 from gradcheck_suite.port.number_sets import aligned, variety
-from gradcheck_suite.port.torch_program import Call, Change, Ref, TorchProgram, TorchRun, fill, flat
+from gradcheck_suite.port.torch_program import (
+    Change,
+    OperationCall,
+    Ref,
+    TorchProgram,
+    TorchRun,
+    fill,
+    flat,
+)
 
 MORE = 1500
 """Candidates among which a change that explains all is looked for, where one is known that explains much."""
@@ -86,7 +94,7 @@ class Found:
 def both(first: Change, second: Change) -> Change:
     """Return two changes of one call, done one after the other."""
 
-    def change(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
+    def change(call: OperationCall, args: Any, kwargs: Any, get: Any) -> Any:
         class Changed:
             _schema = call.op._schema
 

@@ -112,7 +112,7 @@ LABELS = {
 
 
 @dataclass
-class Call:
+class OperationCall:
     """One operation.
 
     Attributes:
@@ -184,7 +184,7 @@ class _Recorder(Mode):
 
     def __init__(self, leaves: Mapping[Any, torch.Tensor]) -> None:
         super().__init__()
-        self.calls: list[Call] = []
+        self.calls: list[OperationCall] = []
         self.stack: list[str] = []
         self._ids: dict[int, Ref] = {}
         self._keys: dict[Any, Ref] = {}
@@ -233,7 +233,7 @@ class _Recorder(Mode):
             if self._is_no_call(template[0][0], in_backward=in_backward):
                 self._note(out, template[0][0], keyed=False)
                 return out
-        call = Call(
+        call = OperationCall(
             func,
             template[0],
             template[1],
@@ -274,7 +274,7 @@ class _Recorder(Mode):
         path = self.stack[-1] if self.stack else None
         arguments = (self.ref(result), *refs)
         self.calls.append(
-            Call(own, arguments, {}, path, _line(), torch.is_grad_enabled(), [result])
+            OperationCall(own, arguments, {}, path, _line(), torch.is_grad_enabled(), [result])
         )
         self._note(result, Ref(len(self.calls) - 1, 0))
 
@@ -303,7 +303,7 @@ class _Recorder(Mode):
         is_saved = _saves_its_result(self.asked, before.kind, len(self.calls))
         return is_second or in_backward or is_saved
 
-    def _note_results(self, call: Call) -> None:
+    def _note_results(self, call: OperationCall) -> None:
         """Note the results of the last call."""
         index = len(self.calls) - 1
         first = call.outs[0] if call.outs else None
@@ -478,12 +478,12 @@ _EXACT: dict[Any, Callable[..., Any]] = {
 }
 
 
-Change = Callable[[Call, Any, Any, Callable[[Any], Any]], Any]
+Change = Callable[[OperationCall, Any, Any, Callable[[Any], Any]], Any]
 """(call, arguments, keyword arguments, get) -> results, in place of the call; `get` returns the tensor of a `Ref`."""
 
 
 def _changed(
-    call: Call, change: Change, args: Any, kwargs: Any, get: Callable[[Any], Any]
+    call: OperationCall, change: Change, args: Any, kwargs: Any, get: Callable[[Any], Any]
 ) -> list[Any]:
     """Return the results of a changed call.
 

@@ -14,7 +14,7 @@ from torch import nn
 from gradcheck_suite.port.changes import RAISED, CallArguments, NoArgumentError
 from gradcheck_suite.port.mistakes import FORMULAS, is_activation, rows_of
 from gradcheck_suite.port.search import Repairs
-from gradcheck_suite.port.torch_program import Call, TorchProgram, fill, flat
+from gradcheck_suite.port.torch_program import OperationCall, TorchProgram, fill, flat
 
 torch.manual_seed(0)
 D = torch.float64
@@ -130,7 +130,7 @@ class Of(nn.Module):
 
 
 @cache
-def recorded() -> list[tuple[Call, Any, Any, Any]]:
+def recorded() -> list[tuple[OperationCall, Any, Any, Any]]:
     """Return calls with their arguments and results."""
     found = []
     for function, x in CALLS:

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from gradcheck_suite.auditing.jax.calls import Call
+from gradcheck_suite.auditing.jax.calls import CompiledCall
 from gradcheck_suite.auditing.jax.losses import UNMARKED
 from gradcheck_suite.auditing.jax.marks import (
     MappedAxis,
@@ -93,7 +93,7 @@ class Programs:
             )
         return self._programs[key]
 
-    def compute(self, beside: Beside, call: Call) -> Any:
+    def compute(self, beside: Beside, call: CompiledCall) -> Any:
         """Return what the program beside a call keeps, as arrays."""
         key = tuple(getattr(one, "sharding", None) for one in call.leaves)
         if beside.is_quick and beside.running > beside.compiling > 0:
@@ -106,7 +106,7 @@ class Programs:
         beside.running += time.perf_counter() - start
         return found
 
-    def _compile(self, beside: Beside, call: Call) -> Any:
+    def _compile(self, beside: Beside, call: CompiledCall) -> Any:
         start = time.perf_counter()
         lowered = beside.run.lower(*call.leaves)
         compiled = lowered.compile(QUICK if beside.is_quick else None)

@@ -19,7 +19,7 @@ import jax
 
 from gradcheck_suite.auditing.jax import calls, functions, marks
 from gradcheck_suite.auditing.jax.beside import Programs, TooLargeError
-from gradcheck_suite.auditing.jax.calls import Call
+from gradcheck_suite.auditing.jax.calls import CompiledCall
 from gradcheck_suite.auditing.jax.functions import Marking, observed, seen_by_optimizer
 from gradcheck_suite.auditing.jax.marks import MappedAxis, Mark, PassMark, UpdateMark
 from gradcheck_suite.auditing.jax.replay import (
@@ -145,7 +145,7 @@ class JaxRecorder:
 
     # What happens.
 
-    def on_call(self, function: object, look: Callable[[], Call]) -> None:
+    def on_call(self, function: object, look: Callable[[], CompiledCall]) -> None:
         """Look at a call of a compiled function."""
         if self._is_paused:
             rate = self._rates.get(function)
@@ -169,7 +169,7 @@ class JaxRecorder:
         rate.calls += 1
         rate.steps += self.counts.steps - before
 
-    def _traced(self, look: Callable[[], Call]) -> Call | None:
+    def _traced(self, look: Callable[[], CompiledCall]) -> CompiledCall | None:
         """Return a call with its program; None where that fails, which its own call will show."""
         start = time.perf_counter()
         try:
