@@ -440,12 +440,12 @@ def wrong_backwards(
     functions = functions_of(model, loss, batch) - ACCEPTED - {CheckpointFunction}
     if not functions:
         return ()
-    calls: dict[str, _Call] = {}
+    calls: dict[str, _FunctionModule] = {}
 
     def recording(kind: type) -> Any:
         def made(forward: Forward, first: int) -> Forward:
             def recorded(*arguments: Any) -> Any:
-                call = _Call(kind, arguments[first:])
+                call = _FunctionModule(kind, arguments[first:])
                 calls.setdefault(call.signature, call)
                 return forward(*arguments)
 
@@ -468,7 +468,7 @@ def wrong_backwards(
     return tuple(found)
 
 
-class _Call(nn.Module):
+class _FunctionModule(nn.Module):
     """A call of a custom function in float64, as a module: its parameters are the arguments that
     require a gradient.
 
@@ -512,7 +512,9 @@ def _combined(call: nn.Module, weights: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([each.double() for each in sums]).sum()
 
 
-def _own_gradient(call: _Call, weights: list[torch.Tensor]) -> list[npt.NDArray[np.float64]]:
+def _own_gradient(
+    call: _FunctionModule, weights: list[torch.Tensor]
+) -> list[npt.NDArray[np.float64]]:
     wanted = list(call.parameters())
     found = torch.autograd.grad(
         _combined(call, weights), wanted, allow_unused=True, materialize_grads=True
@@ -520,7 +522,7 @@ def _own_gradient(call: _Call, weights: list[torch.Tensor]) -> list[npt.NDArray[
     return [g.numpy() for g in found]
 
 
-def _judged(call: _Call) -> WrongBackward | None:
+def _judged(call: _FunctionModule) -> WrongBackward | None:
     generator = torch.Generator().manual_seed(0)
     try:
         weights = [

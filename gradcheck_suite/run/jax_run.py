@@ -292,7 +292,7 @@ class ObservedState:
 
 
 @dataclass
-class _Call:
+class _UpdateCall:
     """A call of `update`: by each device that takes part, the gradient, the parameters and the
     updates, as leaves.
     """
@@ -303,7 +303,7 @@ class _Call:
     eager: bool
     seen: dict[int, tuple[list[Any], list[Any] | None, list[Any]]] = field(default_factory=dict)
 
-    def is_repeated_by(self, other: _Call) -> bool:
+    def is_repeated_by(self, other: _UpdateCall) -> bool:
         """Whether another call has the same state, perhaps made by another `init`, and the same
         gradient.
         """
@@ -344,7 +344,7 @@ class JaxObserver:
         self._limit = limit
         self._lock = Lock()
         self._roots = 0
-        self._calls = list[_Call]()
+        self._calls = list[_UpdateCall]()
         self._events = list[_Event]()
         self.structure: str | None = None
         self.exceeded = self.is_multi_steps = False
@@ -455,7 +455,7 @@ class JaxObserver:
             of_parent = [call for call in self._calls if call.parent == int(parent)]
             if not of_parent or len(of_parent[-1].seen) == of_parent[-1].devices:
                 self._calls.append(
-                    _Call(
+                    _UpdateCall(
                         len(self._calls) + 1,
                         int(parent),
                         devices,
@@ -466,7 +466,7 @@ class JaxObserver:
             of_parent[-1].seen[int(device)] = seen  # type: ignore[assignment]
             return np.int32(of_parent[-1].number)
 
-    def steps(self, due: int) -> list[_Call]:
+    def steps(self, due: int) -> list[_UpdateCall]:
         """Return the calls whose result the loop went on with, of which `due` are promised.
 
         A call that compiles the step, or whose updates are discarded, is no step: a later call goes
@@ -475,7 +475,7 @@ class JaxObserver:
         """
         found = self._kept()
         of_number = {call.number: call for call in found}
-        chain = list[_Call]()
+        chain = list[_UpdateCall]()
         last = found[-1] if found else None
         while last is not None:
             chain.insert(0, last)
@@ -492,12 +492,12 @@ class JaxObserver:
             or not call.is_repeated_by(after)
         ]
 
-    def _kept(self) -> list[_Call]:
+    def _kept(self) -> list[_UpdateCall]:
         kept = {call.parent for call in self._calls}
         kept |= {event.number for event in self._events if event.way == "out"}
         return [c for c in self._calls if c.number in kept or not self._is_thrown_away(c)]
 
-    def _is_thrown_away(self, call: _Call) -> bool:
+    def _is_thrown_away(self, call: _UpdateCall) -> bool:
         later = self._calls[call.number :]
         sibling = next((c for c in later if c.parent == call.parent), None)
         until = len(self._calls) if sibling is None else sibling.number - 1
@@ -552,7 +552,7 @@ def _is_called_from(file: str) -> bool:
 
 OBSERVER = (
     ObservedState,
-    _Call,
+    _UpdateCall,
     _Event,
     JaxObserver,
     _described,
@@ -781,7 +781,7 @@ def _expect_jax(error: BaseException, run: JaxTrainingRun) -> None:
 
 
 def _observations(
-    steps: Sequence[_Call], device: int, names: Sequence[str], start: dict[str, torch.Tensor]
+    steps: Sequence[_UpdateCall], device: int, names: Sequence[str], start: dict[str, torch.Tensor]
 ) -> list[Observation]:
     """Return what reached the optimizer of a device.
 
