@@ -20,7 +20,7 @@ import numpy as np
 from gradcheck_suite.auditing.places import Loop
 from gradcheck_suite.auditing.replay import StepWindow, near
 from gradcheck_suite.auditing.rules import Held, Rule, Sighting, decide, in_order, names
-from gradcheck_suite.auditing.weights import WORDS, WRONG_COUNT, Key, Objective, spread
+from gradcheck_suite.auditing.weights import WORDS, WRONG_COUNT, ComparedObjective, Key, spread
 from gradcheck_suite.core.faults import remedy_of
 from gradcheck_suite.core.findings import Found
 from gradcheck_suite.core.text import counted
@@ -50,12 +50,12 @@ class ObjectiveInWindow:
     """
 
     window: StepWindow
-    objective: Objective
+    objective: ComparedObjective
     length: int
     whole: bool
-    others: Sequence[Objective]
+    others: Sequence[ComparedObjective]
     alone: bool
-    beside: Sequence[Objective] = ()
+    beside: Sequence[ComparedObjective] = ()
     taken_out: float = 1.0
     count: str = ""
     own: float = 0.0
@@ -908,7 +908,7 @@ def _is_miscounted(e: E) -> Seen:
 # What other losses show, and what is left.
 
 
-def _is_scaled(objective: Objective, scale: float) -> bool:
+def _is_scaled(objective: ComparedObjective, scale: float) -> bool:
     """Return whether each loss is seen to be multiplied by a scale."""
     return objective.is_divided_by(1 / scale)
 

@@ -23,7 +23,7 @@ from gradcheck_suite.auditing.weighing import (
     judge_weights,
     violation_of,
 )
-from gradcheck_suite.auditing.weights import Objective
+from gradcheck_suite.auditing.weights import ComparedObjective
 from gradcheck_suite.core.faults import FAULTS, FIX, names_of, remedy_of
 from gradcheck_suite.core.findings import Found, finding
 from gradcheck_suite.core.results import Unknown, Violation
@@ -301,7 +301,7 @@ class Verdicts:
         for window, one in zip(windows, pending, strict=True):
             if window.length > 1 or not window.step.is_scaled:
                 continue
-            read: list[Objective] = []
+            read: list[ComparedObjective] = []
             for objectives in one.readings[0].values():
                 read += objectives.get("each", ())
             divisors = [_share_of(found) for found in read]
@@ -324,7 +324,7 @@ def _order(violation: Violation) -> float:
     return float("inf") if violation.step is None else violation.step
 
 
-def _share_of(objective: Objective) -> int:
+def _share_of(objective: ComparedObjective) -> int:
     """Return N where an objective is 1/N of what may be counted; 0 where it is no such share."""
     if objective.status != "equal" or objective.right():
         return 0
