@@ -48,7 +48,7 @@ from gradcheck_suite.port.precision import precision_findings
 from gradcheck_suite.port.rare_inputs import other_orders
 from gradcheck_suite.port.result import Kind, MapRow, PortFinding, PortResult
 from gradcheck_suite.port.running_statistics import statistic_faults
-from gradcheck_suite.port.search import LEAST, PLACES, Found, Repairs, Search
+from gradcheck_suite.port.search import LEAST, PLACES, CauseSearch, Found, Repairs
 from gradcheck_suite.port.sides import Point, Sides, exchanged, input_name
 from gradcheck_suite.port.sizes import expect_sizes
 from gradcheck_suite.port.torch_program import (
@@ -456,7 +456,7 @@ class PairJudge:
 
     def _searched(
         self, point: Point, loss: bool
-    ) -> tuple[Search, list[Ref], list[int], Found | None]:
+    ) -> tuple[CauseSearch, list[Ref], list[int], Found | None]:
         """Return the search at a point, the ends that differ, the first lost calls, and what was
         found.
         """
@@ -471,7 +471,7 @@ class PairJudge:
         # the port's value in place of torch's, where the cause is unknown, is that of one point
         # alone
         witnesses = () if self._opaque else tuple(self.sides.witnesses(point))
-        search = Search(
+        search = CauseSearch(
             program,
             matching,
             self.repairs,
@@ -636,7 +636,7 @@ class PairJudge:
 
     def _unknown(
         self,
-        search: Search,
+        search: CauseSearch,
         point: Point,
         index: int,
         numbers: Mapping[str, Any],
@@ -680,7 +680,7 @@ class PairJudge:
         self._repaired.append(Repair(hypothesis, finding))
         self.repairs = self.repairs.with_change(hypothesis)
 
-    def _value_put_in(self, search: Search, index: int) -> Hypothesis | None:
+    def _value_put_in(self, search: CauseSearch, index: int) -> Hypothesis | None:
         """Return the port's value in place of the result of the first lost call or of one behind
         it, if what follows agrees then.
         """

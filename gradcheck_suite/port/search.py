@@ -164,10 +164,10 @@ class Witness:
     same_inputs: bool = True
 
 
-Family = Callable[["Search", int], Iterator[Hypothesis]]
+Family = Callable[["CauseSearch", int], Iterator[Hypothesis]]
 
 
-class Search:
+class CauseSearch:
     """Tries hypotheses in a lost region.
 
     Args:

@@ -586,7 +586,7 @@ class Tally:
                 self.moved_by_zeros.append(verdict.moved_by_zeros)
 
 
-class Search:
+class SearchState:
     """What a search has found so far.
 
     Attributes:
