@@ -19,7 +19,7 @@ from gradcheck_suite.cli import exit_status
 from gradcheck_suite.cli.arguments import OutputOptions, add_options, parsed
 from gradcheck_suite.cli.exit_status import noted_interrupts
 from gradcheck_suite.cli.loading import expect_found, libraries_of, note_untested_trainers
-from gradcheck_suite.cli.progress import Output, Progress
+from gradcheck_suite.cli.progress import CommandOutput, Progress
 from gradcheck_suite.cli.waiting import IMPORTS, Stopwatch, waiting
 from gradcheck_suite.core.contract import (
     DEFAULT_TIME_LIMIT,
@@ -398,7 +398,7 @@ def run(arguments: argparse.Namespace) -> int:
         expect_found(arguments.problem)
     options = parsed(arguments, VerifyOptions)
     with (
-        Output(wanted) as output,
+        CommandOutput(wanted) as output,
         template_ahead(wanted=options.ranks > 1),
         second_process(wanted=_is_worth_a_process(arguments, options)),
     ):
@@ -446,7 +446,7 @@ def _is_worth_a_process(arguments: argparse.Namespace, options: VerifyOptions) -
 def _verify(
     arguments: argparse.Namespace,
     options: VerifyOptions,
-    output: Output,
+    output: CommandOutput,
     not_stored: str,
     stopwatch: Stopwatch,
 ) -> int:
@@ -509,7 +509,7 @@ class _Run:
     `not_stored` says why nothing is stored; empty where it is.
     """
 
-    output: Output
+    output: CommandOutput
     lines: list[str]
     stopwatch: Stopwatch
     stop_on_violation: bool = False
