@@ -55,7 +55,7 @@ DIGITS = 6
 
 
 @dataclass(frozen=True)
-class Equation:
+class FloatEquation:
     """One equation with a float result: its primitive, and `file:line` in the author's code."""
 
     primitive: str
@@ -64,7 +64,7 @@ class Equation:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Result:
+class EquationResult:
     """One float result of an equation.
 
     Attributes:
@@ -73,7 +73,7 @@ class Result:
     """
 
     value: Any
-    equation: Equation = field(metadata={"static": True})
+    equation: FloatEquation = field(metadata={"static": True})
 
 
 def _open(jaxpr: Any) -> tuple[Any, list[Any]]:
@@ -179,11 +179,13 @@ class Interpreter:
             outs, inside = self._equation(
                 eqn, [read(v) for v in eqn.invars], None if mine is None else mine[0]
             )
-            kept: list[Result] = []
+            kept: list[EquationResult] = []
             for j, out in enumerate(outs):
                 if jnp.issubdtype(jnp.result_type(out), jnp.inexact):
                     outs[j] = out if mine is None else out + mine[1][len(kept)].value
-                    kept.append(Result(outs[j], Equation(eqn.primitive.name, line_of(eqn))))
+                    kept.append(
+                        EquationResult(outs[j], FloatEquation(eqn.primitive.name, line_of(eqn)))
+                    )
             records.append([inside, kept])
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars], records
@@ -569,11 +571,11 @@ class JaxProgram:
 
     def forward(
         self, leaves: Any, inputs: Any, targets: Any
-    ) -> tuple[list[Array], float, list[Result]]:
+    ) -> tuple[list[Array], float, list[EquationResult]]:
         """Return the outputs, the loss, and the results of all equations."""
         arguments = self._arguments(leaves, inputs, targets)
         outs, records = self._call("forward", lambda a: self._evaluate(a, custom=True), arguments)
-        results = jax.tree.leaves(records, is_leaf=lambda part: isinstance(part, Result))
+        results = jax.tree.leaves(records, is_leaf=lambda part: isinstance(part, EquationResult))
         return outs[: self.outs], float(outs[-1]), results
 
     def cotangents(self, leaves: Any, inputs: Any, targets: Any) -> list[Array]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradcheck_suite.port.jax_program import Equation
+from gradcheck_suite.port.jax_program import FloatEquation
 from gradcheck_suite.port.number_sets import SAME, Array, Numbers, aligned, error, telling, variety
 from gradcheck_suite.port.torch_program import OperationCall, Ref, TorchProgram, TorchRun, fill
 
@@ -45,7 +45,7 @@ class Side:
     """
 
     values: list[Array]
-    equations: list[Equation | None]
+    equations: list[FloatEquation | None]
     outs: list[Array]
     loss: float
     tolerance: float = SAME

@@ -18,9 +18,9 @@ from gradcheck_suite.errors import UsageError
 from gradcheck_suite.port.changes import RAISED
 from gradcheck_suite.port.jax_program import (
     TABLE_MARGIN,
+    EquationResult,
     JaxProgram,
     JaxRun,
-    Result,
     lifted,
     rounding_table,
 )
@@ -89,7 +89,7 @@ _ONE_EXAMPLE = (
     "an Equinox model usually takes one example: give apply=lambda model, *x: jax.vmap(model)(*x)"
     " and params=model"
 )
-Forward = tuple[list[Array], float, list[Result]]
+Forward = tuple[list[Array], float, list[EquationResult]]
 Value = TypeVar("Value")
 
 
