@@ -21,7 +21,7 @@ from jax.extend.core import jaxprs_in_params
 
 from gradcheck_suite.reference import programs, tape
 from gradcheck_suite.reference.evaluation import (
-    Program,
+    NumpyProgram,
     ProgramRequest,
     Sample,
     copied,
@@ -414,7 +414,7 @@ def _drawn(row: Primitive, data: st.DataObject) -> Sample:
     """Return a call of a row's function."""
     function, arguments = row.function(data)
     request = ProgramRequest.of(row.name, function, *arguments)
-    return Sample(request, Program(request), arguments, is_telling=True)
+    return Sample(request, NumpyProgram(request), arguments, is_telling=True)
 
 
 def _names(jaxpr: Any) -> set[str]:

@@ -52,7 +52,7 @@ class Command:
 
 
 @dataclass(frozen=True)
-class Program:
+class CommandLine:
     """A program with commands.
 
     Attributes:
@@ -91,7 +91,7 @@ class Program:
         )
 
 
-PROGRAM = Program(
+PROGRAM = CommandLine(
     "gradcheck-suite",
     "Does this training loop hand its optimizer the gradient it should?",
     {
@@ -172,7 +172,7 @@ PROGRAM = Program(
 )
 
 
-def run(argv: Sequence[str], program: Program = PROGRAM) -> int:
+def run(argv: Sequence[str], program: CommandLine = PROGRAM) -> int:
     """Run one command line and return its exit status.
 
     Every exception becomes a status and a message.
@@ -234,7 +234,7 @@ def _failed_by(error: Exception, called: str) -> int:
     return _fail(called, "this is a bug in gradcheck-suite; please report it", exit_status.BUG)
 
 
-def _command(argv: Sequence[str], program: Program) -> tuple[str, list[str]]:
+def _command(argv: Sequence[str], program: CommandLine) -> tuple[str, list[str]]:
     if argv and argv[0] in program.commands:
         return argv[0], list(argv[1:])
     parser = top_parser(

@@ -17,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from gradcheck_suite.cli import PROGRAM, Program, exit_status
+from gradcheck_suite.cli import PROGRAM, CommandLine, exit_status
 from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli.arguments import Parser, parsed, to_argv
 from gradcheck_suite.cli.progress import Progress
@@ -56,7 +56,7 @@ class Kind:
         found: returns what these come to.
     """
 
-    program: Program
+    program: CommandLine
     cut: Callable[[argparse.Namespace], list[Shard]]
     found: Callable[[Campaign, Shards], Found]
 
@@ -85,7 +85,7 @@ class Campaign:
 
 
 def cut_up(
-    what: str, rest: Sequence[str], kinds: Mapping[str, Kind], program: Program = PROGRAM
+    what: str, rest: Sequence[str], kinds: Mapping[str, Kind], program: CommandLine = PROGRAM
 ) -> Campaign:
     """Return a campaign of one command.
 
@@ -391,7 +391,9 @@ def run(arguments: argparse.Namespace) -> int:
     return run_campaign(arguments, KINDS, PROGRAM)
 
 
-def run_campaign(arguments: argparse.Namespace, kinds: Mapping[str, Kind], program: Program) -> int:
+def run_campaign(
+    arguments: argparse.Namespace, kinds: Mapping[str, Kind], program: CommandLine
+) -> int:
     """Run a campaign of one of some kinds, as the command of a program."""
     environment.expect_main_job()
     if arguments.address is not None and arguments.engine != "ray":
