@@ -29,7 +29,7 @@ from gradcheck_suite.reference.evaluation import (
     leaves,
 )
 from gradcheck_suite.reference.large_batch import Reference
-from gradcheck_suite.reference.programs import Programs
+from gradcheck_suite.reference.programs import CompiledPrograms
 from gradcheck_suite.run.instance import generated_instance
 from gradcheck_suite.strategies.cases import cases
 from gradcheck_suite.strategies.drawing import draw_cases
@@ -471,7 +471,7 @@ def _with(arguments: tuple[Any, ...], value: float) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_programs_of_drawn_problems_are_what_xla_computes(seed, monkeypatch):
-    kept = Programs()
+    kept = CompiledPrograms()
     monkeypatch.setattr(programs, "PROGRAMS", kept)
     samples: dict[Any, Sample] = {}
 

@@ -179,7 +179,7 @@ class ProgramChecks:
     differences: tuple[str, ...]
 
 
-class Programs:
+class CompiledPrograms:
     """Compiled functions by key, at most `maximum` of them.
 
     Those for the CPU are also stored on disk.
@@ -245,7 +245,7 @@ class Programs:
             except Exception as error:
                 self._failure = error
 
-        by_xla = Programs(maximum=self._maximum, platform=self._platform)
+        by_xla = CompiledPrograms(maximum=self._maximum, platform=self._platform)
         self._checking = Thread(target=check, name="XLA checks numpy")
         self._checking.start()
 
@@ -426,4 +426,4 @@ def to_numpy(tree: Tree) -> Tree:
     return np.asarray(tree)
 
 
-PROGRAMS = Programs()
+PROGRAMS = CompiledPrograms()

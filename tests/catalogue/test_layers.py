@@ -27,7 +27,7 @@ from gradcheck_suite.catalogue.definitions import LayerDefinition, Signal, no_ex
 from gradcheck_suite.catalogue.tables import INPUTS, LAYERS, Chain, extra_keys, fill, out_signal
 from gradcheck_suite.core.case import Layer
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.reference.programs import Programs
+from gradcheck_suite.reference.programs import CompiledPrograms
 
 RELATIVE = 1e-12
 PLAIN_ITEMS = 3
@@ -238,7 +238,7 @@ def assert_frameworks_agree(kind: LayerDefinition, *cases: tuple[Layer, Signal])
         return tuple(each.function(*given) for each, given in zip(prepared, arguments, strict=True))
 
     # compiled without optimisation, since it is called once
-    results = Programs().call(
+    results = CompiledPrograms().call(
         ("test of layers", kind.name), run, *(each.arguments for each in prepared), store=False
     )
     for each, result in zip(prepared, results, strict=True):

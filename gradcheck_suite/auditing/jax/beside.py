@@ -61,7 +61,7 @@ class Beside:
     is_quick: bool = True
 
 
-class Programs:
+class BesidePrograms:
     """Makes them, and keeps them.
 
     Args:

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from gradcheck_suite.auditing.jax import calls, functions, marks
-from gradcheck_suite.auditing.jax.beside import Programs, TooLargeError
+from gradcheck_suite.auditing.jax.beside import BesidePrograms, TooLargeError
 from gradcheck_suite.auditing.jax.calls import CompiledCall
 from gradcheck_suite.auditing.jax.functions import Marking, observed, seen_by_optimizer
 from gradcheck_suite.auditing.jax.marks import MappedAxis, Mark, PassMark, UpdateMark
@@ -104,7 +104,7 @@ class JaxRecorder:
         self._schedule = schedule
         self._most = steps
         self.is_open = self._is_busy = self._is_paused = False
-        self._programs = Programs(say)
+        self._programs = BesidePrograms(say)
         self._rates: weakref.WeakKeyDictionary[object, Rate] = weakref.WeakKeyDictionary()
         self._seen: set[int] = set()
         self._stack = contextlib.ExitStack()
