@@ -358,7 +358,7 @@ def waits_for_ranks() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-class Recorder:
+class FunctionCallRecorder:
     """Keeps one call of each kind of a class.
 
     Args:
@@ -531,7 +531,7 @@ def first_calls(
         kinds: the classes.
         known: the kinds of calls that are known already.
     """
-    recorder = Recorder(known)
+    recorder = FunctionCallRecorder(known)
     statements = {statement_of(kind): _captured(kind) for kind in kinds}
     with contextlib.ExitStack() as stack:
 
@@ -638,7 +638,7 @@ def _is_ready(call: FunctionCall) -> bool:
     return call.backward is not None or not call.is_copied
 
 
-class _Muted(Recorder):
+class _Muted(FunctionCallRecorder):
     """A recorder that leaves out what the suite calls."""
 
     def __init__(self, owner: CallsOfProgram) -> None:

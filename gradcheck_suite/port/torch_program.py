@@ -175,7 +175,7 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(first.as_strided(b.shape, b.stride(), b.storage_offset()).any())
 
 
-class _Recorder(Mode):
+class _OperationRecorder(Mode):
     """Records operations with the module and the line that call them.
 
     Autograd makes another Python object for a view, so that a tensor that is not known by its
@@ -389,7 +389,7 @@ def _projections(q: Any, k: Any, v: Any, w: Any, b: Any = None) -> list[Any]:
 class _Steps(TorchFunctionMode):
     """Tells a recorder what is called, and takes attention in steps."""
 
-    def __init__(self, recorder: _Recorder) -> None:
+    def __init__(self, recorder: _OperationRecorder) -> None:
         super().__init__()
         self._recorder = recorder
 
@@ -404,7 +404,7 @@ class _Steps(TorchFunctionMode):
 
 
 @contextmanager
-def _attention_in_steps(recorder: _Recorder) -> Iterator[None]:
+def _attention_in_steps(recorder: _OperationRecorder) -> Iterator[None]:
     fast = torch.backends.mha.get_fastpath_enabled()
     functional = nn.functional
     torch.backends.mha.set_fastpath_enabled(False)
@@ -532,7 +532,7 @@ class TorchProgram:
         self.given: dict[Any, torch.Tensor] = _numbered("input", arguments)
         self.given |= _numbered("target", wanted)
         self.state = {n: v.detach().clone() for n, v in own.items()}
-        self._recorder = _Recorder({("state", n): v for n, v in own.items()} | self.given)
+        self._recorder = _OperationRecorder({("state", n): v for n, v in own.items()} | self.given)
         with ExitStack() as stack:
             stack.enter_context(self._modules(module))
             stack.enter_context(default_dtype())

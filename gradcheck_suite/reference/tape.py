@@ -992,7 +992,7 @@ class _Step:
 
 
 @dataclass
-class _Recorder:
+class _TapeWriter:
     """Puts equations on a tape.
 
     Attributes:
@@ -1072,7 +1072,7 @@ class Tape:
         Raises:
             UnknownPrimitiveError: an equation has no rule.
         """
-        recorder = _Recorder()
+        recorder = _TapeWriter()
         self._inputs = [recorder.slot() for _ in closed.jaxpr.invars]
         self._outputs = recorder.record(closed.jaxpr, closed.consts, self._inputs)
         self._values = recorder.values
