@@ -20,7 +20,7 @@ from gradcheck_suite.auditing.jax.marks import (
     UpdateMark,
     summarized,
 )
-from gradcheck_suite.auditing.jax.replay import Contents, Replay, replay_program
+from gradcheck_suite.auditing.jax.replay import Contents, MarkedEvaluation, replay_program
 
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 """Options by which XLA compiles a program that runs a few times without most of its optimizations."""
@@ -53,7 +53,7 @@ class Beside:
 
     closed: Any
     run: Any
-    replay: Replay
+    replay: MarkedEvaluation
     marks: list[Mark]
     compiled: dict[Any, Any] = field(default_factory=dict)
     compiling: float = 0.0

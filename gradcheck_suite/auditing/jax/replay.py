@@ -192,7 +192,7 @@ def kept_mark(mark: Mark, axes: Sequence[MappedAxis], summary: Any) -> Kept:
 
 
 @dataclass
-class Replay:
+class MarkedEvaluation:
     """Evaluates a program and keeps its marks.
 
     Attributes:
@@ -520,11 +520,11 @@ def _events_of_devices(node: Kept, around: Around) -> Iterator[Event]:
         yield from events_of(parts, replace(around, devices=node.size, are_devices=are_devices))
 
 
-def replay_program(closed: Any, contents: Contents) -> tuple[Any, Replay]:
+def replay_program(closed: Any, contents: Contents) -> tuple[Any, MarkedEvaluation]:
     """Return a function, compiled at its first call, that evaluates a program and returns its
     marks.
     """
-    replay = Replay(contents)
+    replay = MarkedEvaluation(contents)
 
     def run(*args: Any) -> Any:
         return replay.run(closed.jaxpr, closed.consts, args)[1]
