@@ -18,7 +18,7 @@ Severity = Literal["warning", "note"]
 
 
 @dataclass(frozen=True)
-class Row:
+class FindingKind:
     """What a finding or a reason of one name is.
 
     Attributes:
@@ -37,8 +37,10 @@ class Row:
     severity: Severity = "warning"
 
 
-def _finding(name: str, meaning: str, remedy: str = "", severity: Severity = "warning") -> Row:
-    return Row(
+def _finding(
+    name: str, meaning: str, remedy: str = "", severity: Severity = "warning"
+) -> FindingKind:
+    return FindingKind(
         name,
         "finding",
         meaning,
@@ -47,8 +49,8 @@ def _finding(name: str, meaning: str, remedy: str = "", severity: Severity = "wa
     )
 
 
-def _note(name: str, meaning: str, remedy: str = "") -> Row:
-    return Row(
+def _note(name: str, meaning: str, remedy: str = "") -> FindingKind:
+    return FindingKind(
         name,
         "finding",
         meaning,
@@ -57,8 +59,10 @@ def _note(name: str, meaning: str, remedy: str = "") -> Row:
     )
 
 
-def _reason(name: str, meaning: str, remedy: str = "", severity: Severity = "warning") -> Row:
-    return Row(
+def _reason(
+    name: str, meaning: str, remedy: str = "", severity: Severity = "warning"
+) -> FindingKind:
+    return FindingKind(
         name,
         "reason",
         meaning,
@@ -395,10 +399,10 @@ def finding(name: str, sentence: str, where: object = None, remedy: str | None =
     )
 
 
-def _of_fault(name: str) -> Row:
+def _of_fault(name: str) -> FindingKind:
     """Return the row of a finding that `verify` knows as a fault."""
     assert name in FAULTS, f"{name} has no row in core/findings.py"
-    return Row(
+    return FindingKind(
         name,
         "finding",
         FAULTS[name].meaning,

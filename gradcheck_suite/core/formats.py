@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from gradcheck_suite.core.causes import meaning, remedy
 from gradcheck_suite.core.faults import FAULTS
-from gradcheck_suite.core.findings import FINDINGS, Row
+from gradcheck_suite.core.findings import FINDINGS, FindingKind
 
 FORMATS = {"text": "", "json": "as --json", "github": "annotations", "sarif": "2.1.0"}
 """Format -> what it is, for the help of the commands. `rendered` prints them."""
@@ -176,7 +176,7 @@ def _rule_of_cause(name: str) -> dict[str, Any]:
     return rule
 
 
-def _rule_of_finding(row: Row) -> dict[str, Any]:
+def _rule_of_finding(row: FindingKind) -> dict[str, Any]:
     rule: dict[str, Any] = {
         "id": row.name,
         "shortDescription": {"text": row.meaning},

@@ -9,7 +9,7 @@ from itertools import chain
 import numpy as np
 from torch import nn
 
-from gradcheck_suite.port.alterations import Alteration, Row
+from gradcheck_suite.port.alterations import Alteration, AlterationFamily
 from gradcheck_suite.port.budget import Budget
 from gradcheck_suite.port.explanation import Explanation, best_explanation
 from gradcheck_suite.port.number_sets import Array, error
@@ -68,48 +68,48 @@ def _other_momenta(step: _Step) -> list[float]:
 
 
 MOMENTUM = "a momentum of {:g} instead of {given.momentum:g}"
-STATISTICS: tuple[Row, ...] = (
-    Row("not-updated", ".*", "no update", lambda s, _: s.before),
-    Row(
+STATISTICS: tuple[AlterationFamily, ...] = (
+    AlterationFamily("not-updated", ".*", "no update", lambda s, _: s.before),
+    AlterationFamily(
         "momentum-convention",
         ".*",
         "the old value times {given.momentum:g}",
         lambda s, _: s.taken(1 - s.momentum, s.batch),
     ),
-    Row("momentum", ".*", MOMENTUM, lambda s, m: s.taken(m, s.batch), _other_momenta),
-    Row("momentum", ".*", "the statistics of the batch alone", lambda s, _: s.batch),
-    Row(
+    AlterationFamily("momentum", ".*", MOMENTUM, lambda s, m: s.taken(m, s.batch), _other_momenta),
+    AlterationFamily("momentum", ".*", "the statistics of the batch alone", lambda s, _: s.batch),
+    AlterationFamily(
         "variance-correction",
         "running_var",
         "the biased variance",
         lambda s, _: s.taken(s.momentum, s.biased),
     ),
-    Row(
+    AlterationFamily(
         "momentum-convention",
         "running_var",
         "the old value times {given.momentum:g} and the biased variance",
         lambda s, _: s.taken(1 - s.momentum, s.biased),
     ),
-    Row(
+    AlterationFamily(
         "momentum",
         "running_var",
         f"{MOMENTUM} and the biased variance",
         lambda s, m: s.taken(m, s.biased),
         _other_momenta,
     ),
-    Row(
+    AlterationFamily(
         "momentum",
         "running_var",
         "the statistics of the batch alone and the biased variance",
         lambda s, _: s.biased,
     ),
-    Row(
+    AlterationFamily(
         "variance-correction",
         "running_var",
         "the variance corrected twice",
         lambda s, _: s.taken(s.momentum, s.batch * s.count / (s.count - 1)),
     ),
-    Row(
+    AlterationFamily(
         "eps-place",
         "running_var",
         "the variance with eps",
