@@ -200,7 +200,7 @@ MOST_CHOICES = 256
 
 
 @dataclass(frozen=True)
-class Run:
+class ObjectiveRun:
     """One objective in all windows of an optimizer.
 
     Attributes:
@@ -271,7 +271,7 @@ class UseInRun:
     """
 
     use: ObjectiveInWindow
-    run: Run
+    run: ObjectiveRun
 
     @property
     def tolerance(self) -> float:
@@ -1241,11 +1241,11 @@ def scales(
         _count_together(windows)
     found = list[WrongScale]()
     for uses in history.values():
-        found += _of_objective(Run(uses, ranks, declared_k), notes)
+        found += _of_objective(ObjectiveRun(uses, ranks, declared_k), notes)
     return found
 
 
-def _of_objective(run: Run, notes: Counter[Found]) -> Iterator[WrongScale]:
+def _of_objective(run: ObjectiveRun, notes: Counter[Found]) -> Iterator[WrongScale]:
     """Yield the faults of one objective, and note what else its windows show."""
     for use in run.uses:
         e = UseInRun(use, run)
