@@ -55,7 +55,7 @@ from gradcheck_suite.auditing.strays import Strays
 from gradcheck_suite.auditing.terms import Reader, declare
 from gradcheck_suite.auditing.told import Told, tell
 from gradcheck_suite.auditing.weighing import violation_of
-from gradcheck_suite.core.findings import Found, finding
+from gradcheck_suite.core.findings import Occurrence, finding
 from gradcheck_suite.core.options import DEFAULT_BUDGET, INSTRUMENTS, AuditOptions
 from gradcheck_suite.core.results import OTHER_RANK, Result, Violation
 from gradcheck_suite.core.text import counted
@@ -364,7 +364,7 @@ class TorchAudit:
         self._after_gap = self._was_full = False
         self._tried = set[str]()
         self._doubts: dict[int, str] = {}
-        self._reasons = dict[str, Found]()
+        self._reasons = dict[str, Occurrence]()
         self._told = Told()
         self._events: list[Event] = []
         self._places: set[Place] = set()
@@ -981,7 +981,7 @@ class TorchAudit:
             files=tuple((file, None) for file in sorted(self._files())),
         )
 
-    def _findings(self, unknown: Mapping[Found, int]) -> Counter[Found]:
+    def _findings(self, unknown: Mapping[Occurrence, int]) -> Counter[Occurrence]:
         """Return what was noted, with the number of steps for each.
 
         Args:
@@ -999,7 +999,7 @@ class TorchAudit:
         findings = Counter(unknown) + self._recorder.notes + self._judge.notes()
         return findings + Counter(strays) + off + Counter(self._recorder.unused_objectives)
 
-    def _with_skipped(self, findings: Counter[Found]) -> Counter[Found]:
+    def _with_skipped(self, findings: Counter[Occurrence]) -> Counter[Occurrence]:
         """Return findings with those of the steps that were not judged, where the run has ended and
         some were.
         """
@@ -1024,7 +1024,9 @@ class TorchAudit:
         lines = set(chain.from_iterable((place.line, *place.path) for place in self._places))
         return {line.rpartition(":")[0] for line in lines | self._lines}
 
-    def _as_wanted(self, named: Sequence[Found], unjudged: Found | None) -> tuple[Found, ...]:
+    def _as_wanted(
+        self, named: Sequence[Occurrence], unjudged: Occurrence | None
+    ) -> tuple[Occurrence, ...]:
         """Return the findings as the options have them, with the reason for which nothing was
         judged where they say something of it.
         """
@@ -1034,7 +1036,7 @@ class TorchAudit:
             found += [whole] if whole.fails or whole.reason is not None else []
         return tuple(found)
 
-    def _why_unjudged(self, windows: int, findings: Counter[Found]) -> Found | None:
+    def _why_unjudged(self, windows: int, findings: Counter[Occurrence]) -> Occurrence | None:
         """Return why nothing could be judged, and what to do; None where something was."""
         recorder = self._recorder
         if recorder.off:

@@ -61,7 +61,7 @@ from gradcheck_suite.auditing.weighing import (
     violation_of,
 )
 from gradcheck_suite.core.faults import over_ranks
-from gradcheck_suite.core.findings import Found, finding
+from gradcheck_suite.core.findings import Occurrence, finding
 from gradcheck_suite.core.results import Unknown, Violation
 from gradcheck_suite.core.text import MOST_NAMES, counted, listed
 
@@ -109,7 +109,7 @@ def _number(sets: Iterable[set[int | None]]) -> int:
     return len(largest) + len(set().union(*others) - largest)
 
 
-def _of_steps(reason: Found, numbers: Sequence[int], steps: int) -> Found:
+def _of_steps(reason: Occurrence, numbers: Sequence[int], steps: int) -> Occurrence:
     """Return a reason with the steps that were not judged for it, of so many."""
     more = ", ..." if len(numbers) > MOST_NAMES else ""
     which = f"{', '.join(map(str, numbers[:MOST_NAMES]))}{more}"
@@ -206,7 +206,7 @@ class RunJudge:
         self._reached: defaultdict[int, set[int]] = defaultdict(set)
         self._moving: defaultdict[str, list[int]] = defaultdict(list)
         self._clipped: set[str] = set()
-        self.skipped: dict[int, Found] = {}
+        self.skipped: dict[int, Occurrence] = {}
         self._removed: defaultdict[int, list[Sequence[int]]] = defaultdict(list)
         self._emptied: dict[int, StepWindow] = {}
         self._sizes: dict[int, float] = {}
@@ -232,7 +232,7 @@ class RunJudge:
         self._violated: set[int] = set()
         self._read_before = bytearray()
         self._of_step: list[Violation] = []
-        self._notes: Counter[Found] = Counter()
+        self._notes: Counter[Occurrence] = Counter()
         self._unknown: Counter[Unknown] = Counter()
         self._pending: defaultdict[int, list[WindowReadings]] = defaultdict(list)
         self._since: Counter[int] = Counter()
@@ -331,7 +331,7 @@ class RunJudge:
                     several[diagnosis, where].append(one)
         return several
 
-    def notes(self) -> Counter[Found]:
+    def notes(self) -> Counter[Occurrence]:
         """Return what is worth knowing -> how often."""
         return sum((weighed.notes for weighed in self._weighed.values()), self._notes)
 
@@ -339,9 +339,9 @@ class RunJudge:
         """Return what could not be judged, and what to do -> in how many steps."""
         return sum((weighed.unknown for weighed in self._weighed.values()), self._unknown)
 
-    def unjudged(self, steps: int) -> list[Found]:
+    def unjudged(self, steps: int) -> list[Occurrence]:
         """Return which of so many steps were not judged, and why."""
-        reasons = defaultdict[Found, list[int]](list)
+        reasons = defaultdict[Occurrence, list[int]](list)
         judged = bytearray(steps)  # a set of millions of numbers takes hundreds of megabytes
         for some in self.counted:
             judged[some.start : some.stop] = b"\1" * len(judged[some.start : some.stop])
@@ -367,7 +367,7 @@ class RunJudge:
         if violation.step is not None:
             self._violated.add(violation.step)
 
-    def note(self, one: Found) -> None:
+    def note(self, one: Occurrence) -> None:
         """Add what another instrument found worth knowing."""
         self._notes[one] += 1
 

@@ -69,7 +69,7 @@ from gradcheck_suite.core.comparison import (
     growth,
     student_factor,
 )
-from gradcheck_suite.core.findings import Found, finding
+from gradcheck_suite.core.findings import Occurrence, finding
 from gradcheck_suite.core.text import counted
 
 ONE_BATCH = "in one batch"
@@ -682,7 +682,7 @@ class RecomputeResult:
     causes: tuple[str, ...] = ()
     allowed: float | None = None
     parameter: int | None = None
-    notes: list[Found] = field(default_factory=list)
+    notes: list[Occurrence] = field(default_factory=list)
     reason: str = ""
     keep: str | None = None
     doubt: str = ""

@@ -81,7 +81,7 @@ from gradcheck_suite.auditing.terms import (
 )
 from gradcheck_suite.auditing.vectors import Vector, factor
 from gradcheck_suite.core.comparison import dtype_name
-from gradcheck_suite.core.findings import Found, finding
+from gradcheck_suite.core.findings import Occurrence, finding
 
 # What trainers are configured with, read off the stack at a step; no trainer is imported.
 
@@ -391,7 +391,7 @@ class Recorder:
         self.passes_seen = 0
         self.unstepped = ""
         self.last: ActivePass | None = None
-        self.notes: Counter[Found] = Counter()
+        self.notes: Counter[Occurrence] = Counter()
         self.used_at: dict[int, str] = {}
         self._receive = receive
         self._full = full
@@ -750,7 +750,7 @@ class Recorder:
             self._declared.add(at)
 
     @property
-    def unused_objectives(self) -> list[Found]:
+    def unused_objectives(self) -> list[Occurrence]:
         """The declarations of the user's that said nothing of any loss, and why."""
         return [
             finding(

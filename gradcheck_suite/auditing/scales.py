@@ -22,7 +22,7 @@ from gradcheck_suite.auditing.replay import StepWindow, near
 from gradcheck_suite.auditing.rules import Held, Rule, Sighting, decide, in_order, names
 from gradcheck_suite.auditing.weights import WORDS, WRONG_COUNT, ComparedObjective, Key, spread
 from gradcheck_suite.core.faults import remedy_of
-from gradcheck_suite.core.findings import Found
+from gradcheck_suite.core.findings import Occurrence
 from gradcheck_suite.core.text import counted
 from gradcheck_suite.judge.naming import factor_of
 from gradcheck_suite.judge.weights import ADDED, MOST_ADDED
@@ -1218,7 +1218,7 @@ def scales(
     history: Mapping[Key, list[ObjectiveInWindow]],
     ranks: int,
     declared_k: int | None,
-    notes: Counter[Found],
+    notes: Counter[Occurrence],
 ) -> list[WrongScale]:
     """Return the coefficients that follow from how windows are cut up.
 
@@ -1245,7 +1245,7 @@ def scales(
     return found
 
 
-def _of_objective(run: ObjectiveRun, notes: Counter[Found]) -> Iterator[WrongScale]:
+def _of_objective(run: ObjectiveRun, notes: Counter[Occurrence]) -> Iterator[WrongScale]:
     """Yield the faults of one objective, and note what else its windows show."""
     for use in run.uses:
         e = UseInRun(use, run)
@@ -1272,7 +1272,7 @@ def _may_be_hidden(e: E, fault: Held[E]) -> bool:
     return e.use.hides and fault.rule.name != "short of configured" and not e.run.right
 
 
-def _hidden(e: E, fault: Held[E]) -> Found:
+def _hidden(e: E, fault: Held[E]) -> Occurrence:
     scale = _scale_of(e, fault)
     own = "the weights of the samples have its inverse"
     seen = replace(_either(scale.note, (scale.cause,), own), where=str(e.use.objective.place))

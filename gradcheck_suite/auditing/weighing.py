@@ -30,7 +30,7 @@ from gradcheck_suite.auditing.weights import (
     evidence,
 )
 from gradcheck_suite.core.faults import FAULTS, FIX, remedy_of
-from gradcheck_suite.core.findings import Found, finding
+from gradcheck_suite.core.findings import Occurrence, finding
 from gradcheck_suite.core.results import Unknown, Violation, Weight
 from gradcheck_suite.judge.naming import diagnose, means_text, names_nothing
 from gradcheck_suite.judge.weights import Diagnosis, Weights
@@ -120,7 +120,7 @@ class WeightVerdict:
     violations: list[Violation] = field(default_factory=list)
     provisional: list[Violation] = field(default_factory=list)
     united: United = field(default_factory=dict)
-    notes: Counter[Found] = field(default_factory=Counter)
+    notes: Counter[Occurrence] = field(default_factory=Counter)
     unknown: Counter[Unknown] = field(default_factory=Counter)
     steps: set[int] = field(default_factory=set)
 
@@ -180,7 +180,7 @@ class Uses:
         default_factory=lambda: defaultdict(list)
     )
 
-    def take(self, use: ObjectiveInWindow, notes: Counter[Found], *, is_scaled: bool) -> None:
+    def take(self, use: ObjectiveInWindow, notes: Counter[Occurrence], *, is_scaled: bool) -> None:
         """Take an objective in a window."""
         objective = use.objective
         if objective.status == UNEQUAL and _is_coefficient(use):
@@ -423,7 +423,7 @@ def _note_unknown(
 
 def _repeated_outside(
     one: WindowReadings, records: Sequence[PassRecord], name_of: Callable[[int], str | None]
-) -> Iterator[Found]:
+) -> Iterator[Occurrence]:
     """Yield that parameters outside of cached items get a gradient from each pass over the same
     items.
     """

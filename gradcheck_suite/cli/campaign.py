@@ -58,7 +58,7 @@ class Kind:
 
     program: CommandLine
     cut: Callable[[argparse.Namespace], list[Shard]]
-    found: Callable[[Campaign, Shards], Found]
+    found: Callable[[Campaign, Shards], CampaignResult]
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def _cut_trainers(asked: argparse.Namespace) -> list[Shard]:
 
 
 @dataclass(frozen=True)
-class Found:
+class CampaignResult:
     """What the shards of a campaign come to together.
 
     Attributes:
@@ -317,9 +317,9 @@ def status_of(results: Sequence[Json], *, violated: bool = False) -> int:
     )
 
 
-def _found_by_verify(campaign: Campaign, shards: Shards) -> Found:
+def _found_by_verify(campaign: Campaign, shards: Shards) -> CampaignResult:
     results = results_of(campaign, shards)
-    return Found(
+    return CampaignResult(
         {"results": results},
         list(map(line, results)),
         status_of(results),
@@ -327,7 +327,7 @@ def _found_by_verify(campaign: Campaign, shards: Shards) -> Found:
     )
 
 
-def _found_by_trainers(campaign: Campaign, shards: Shards) -> Found:
+def _found_by_trainers(campaign: Campaign, shards: Shards) -> CampaignResult:
     numbers = range(len(campaign.shards))
     answers: list[Json] = []
     lines: list[str] = []
@@ -335,7 +335,7 @@ def _found_by_trainers(campaign: Campaign, shards: Shards) -> Found:
         answers += shards.result(number)["answers"]
         lines += shards.output(number)
     order = (exit_status.HOLDS, exit_status.DISAGREEMENT, exit_status.VIOLATED)
-    return Found(
+    return CampaignResult(
         {"answers": answers}, lines, max(map(shards.status, numbers), key=order.index), ("trainer",)
     )
 

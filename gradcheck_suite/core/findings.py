@@ -336,7 +336,7 @@ FINDINGS = {row.name: row for row in _ROWS}
 
 
 @dataclass(frozen=True)
-class Found:
+class Occurrence:
     """A finding or a reason, as a run showed it.
 
     Attributes:
@@ -377,7 +377,9 @@ class Found:
         return f"{said} ({self.steps} times)" if self.steps > 1 else said
 
 
-def finding(name: str, sentence: str, where: object = None, remedy: str | None = None) -> Found:
+def finding(
+    name: str, sentence: str, where: object = None, remedy: str | None = None
+) -> Occurrence:
     """Return a finding or a reason.
 
     Args:
@@ -389,7 +391,7 @@ def finding(name: str, sentence: str, where: object = None, remedy: str | None =
     row = FINDINGS.get(name) or _of_fault(name)
     place = None if where is None else str(where)
     remedy = row.remedy if remedy is None else remedy
-    return Found(
+    return Occurrence(
         name,
         sentence,
         place,

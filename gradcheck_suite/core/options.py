@@ -32,7 +32,7 @@ from gradcheck_suite.core.contract import (
     is_jax,
 )
 from gradcheck_suite.core.faults import FAULTS, names_of
-from gradcheck_suite.core.findings import FINDINGS, Found
+from gradcheck_suite.core.findings import FINDINGS, Occurrence
 from gradcheck_suite.core.formats import Accepted, is_accepted
 from gradcheck_suite.core.text import suggestion
 from gradcheck_suite.errors import UsageError
@@ -636,7 +636,7 @@ class AuditOptions(Options):
         """
         return any(is_accepted(accepted, name, where) for accepted in self.accept)
 
-    def judged(self, one: Found) -> Found:
+    def judged(self, one: Occurrence) -> Occurrence:
         """Return a finding or a reason as what it is to the user: accepted, or one that fails."""
         if self.accepts(one.name, one.where):
             return replace(one, reason=one.reason or "--accept", fails=False)

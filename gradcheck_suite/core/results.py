@@ -13,7 +13,7 @@ from gradcheck_suite.core.case import SCHEMA, Case, case_from_json
 from gradcheck_suite.core.causes import is_cause
 from gradcheck_suite.core.contract import DECLARED
 from gradcheck_suite.core.faults import FAULTS, FIX
-from gradcheck_suite.core.findings import FINDINGS, Found, finding
+from gradcheck_suite.core.findings import FINDINGS, Occurrence, finding
 from gradcheck_suite.core.formats import Accepted, Judged, Notice, is_accepted, place_in
 from gradcheck_suite.core.text import (
     aligned,
@@ -515,7 +515,7 @@ class Unknown:
     name: str = "unreadable-loss"
 
     @property
-    def found(self) -> Found:
+    def found(self) -> Occurrence:
         """It as a reason."""
         left = (
             "the weights of this loss are unknown"
@@ -532,8 +532,8 @@ def _unknown(data: Mapping[str, Any]) -> Unknown:
     return from_json(Unknown, data)
 
 
-def _named(data: Mapping[str, Any]) -> Found:
-    return from_json(Found, data)
+def _named(data: Mapping[str, Any]) -> Occurrence:
+    return from_json(Occurrence, data)
 
 
 OTHER_RANK = "other-rank"
@@ -555,7 +555,7 @@ class MovedByZeros:
     explanation: str
 
 
-def _notice_of(one: Found) -> Notice:
+def _notice_of(one: Occurrence) -> Notice:
     """Return a finding as CI systems show it."""
     times = f" ({one.steps} times)" if one.steps > 1 else ""
     level = "error" if one.fails else one.severity
@@ -644,7 +644,7 @@ class Result:
     again: dict[str, int] = field(default_factory=dict, metadata=AUDIT)
     # a port's are no sentences
     findings: tuple[Any, ...] = ()
-    named_findings: tuple[Found, ...] = field(default=(), metadata={**AUDIT, "read": _named})
+    named_findings: tuple[Occurrence, ...] = field(default=(), metadata={**AUDIT, "read": _named})
     unjudged_reason: str | None = field(default=None, metadata=AUDIT)
     disagreements: tuple[str, ...] = field(default=(), metadata=INTERNAL)
     unknown: tuple[Unknown, ...] = field(default=(), metadata={**AUDIT, "read": _unknown})
@@ -738,7 +738,7 @@ class Result:
         )
 
     @property
-    def failing(self) -> list[Found]:
+    def failing(self) -> list[Occurrence]:
         """The findings and reasons that the user wants to fail."""
         return [one for one in self.named_findings if one.fails]
 
@@ -855,12 +855,12 @@ def notices_of(results: Sequence[Result], stale: Sequence[str] = ()) -> list[Not
     return notices
 
 
-def _entries_of(one: Found, entries: Iterable[Accepted]) -> list[Accepted]:
+def _entries_of(one: Occurrence, entries: Iterable[Accepted]) -> list[Accepted]:
     """Return the entries that accept a finding."""
     return [entry for entry in entries if is_accepted(str(entry), one.name, one.where)]
 
 
-def _accepting(one: Found, entries: Iterable[Accepted]) -> Found:
+def _accepting(one: Occurrence, entries: Iterable[Accepted]) -> Occurrence:
     """Return a finding with why an entry accepts it, where one does."""
     fits = _entries_of(one, entries)
     return replace(one, reason=fits[0].reason, fails=False) if fits else one
@@ -1081,7 +1081,7 @@ def _below_skipped(result: Result) -> Iterator[str]:
         yield f"{count} of {steps} steps could not be judged: {reason}"
 
 
-def _finding_line(one: Found) -> str:
+def _finding_line(one: Occurrence) -> str:
     """Return a finding or a reason in one line: its name last, as mypy has the code of an error."""
     if one.reason is not None:
         return f"accepted: {one} [{one.name}], {one.reason}"

@@ -41,7 +41,7 @@ from gradcheck_suite.port.search import (
     LEAST,
     CauseSearch,
     Family,
-    Found,
+    FoundChange,
     breadth_first,
     downstream,
     recomputed,
@@ -1637,7 +1637,7 @@ FAMILIES: tuple[tuple[Family, str], ...] = (
 """The families in the order in which they are tried, and where."""
 
 
-def reordered(search: CauseSearch, ends: list[Ref]) -> Found | None:
+def reordered(search: CauseSearch, ends: list[Ref]) -> FoundChange | None:
     """Return what happened to outputs of which the port has all numbers, in another order or at
     other positions.
     """
@@ -1645,17 +1645,17 @@ def reordered(search: CauseSearch, ends: list[Ref]) -> Found | None:
     if before is None:
         return None
 
-    def tried(hypothesis: Hypothesis) -> Explanation[Found] | None:
+    def tried(hypothesis: Hypothesis) -> Explanation[FoundChange] | None:
         found = search.test(min(hypothesis.changes, default=0), hypothesis)
         if found is None:
             return None
         return Explanation(found, found.error <= search.close, -found.error)
 
-    def explains_half(hypothesis: Hypothesis) -> Explanation[Found] | None:
+    def explains_half(hypothesis: Hypothesis) -> Explanation[FoundChange] | None:
         found = tried(hypothesis)
         return found if found and found.value.error < 0.5 * before.error else None
 
-    def explains_all(hypothesis: Hypothesis) -> Explanation[Found] | None:
+    def explains_all(hypothesis: Hypothesis) -> Explanation[FoundChange] | None:
         found = tried(hypothesis)
         return found if found and found.is_whole else None
 

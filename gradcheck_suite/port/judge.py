@@ -48,7 +48,7 @@ from gradcheck_suite.port.precision import precision_findings
 from gradcheck_suite.port.rare_inputs import other_orders
 from gradcheck_suite.port.result import Kind, MapRow, PortFinding, PortResult
 from gradcheck_suite.port.running_statistics import statistic_faults
-from gradcheck_suite.port.search import LEAST, PLACES, CauseSearch, Found, Repairs
+from gradcheck_suite.port.search import LEAST, PLACES, CauseSearch, FoundChange, Repairs
 from gradcheck_suite.port.sides import Point, Sides, exchanged, input_name
 from gradcheck_suite.port.sizes import expect_sizes
 from gradcheck_suite.port.torch_program import (
@@ -456,7 +456,7 @@ class PairJudge:
 
     def _searched(
         self, point: Point, loss: bool
-    ) -> tuple[CauseSearch, list[Ref], list[int], Found | None]:
+    ) -> tuple[CauseSearch, list[Ref], list[int], FoundChange | None]:
         """Return the search at a point, the ends that differ, the first lost calls, and what was
         found.
         """
@@ -588,7 +588,7 @@ class PairJudge:
         return False
 
     def _explained(
-        self, matching: Matching, found: Found, numbers: Mapping[str, Any], after: str
+        self, matching: Matching, found: FoundChange, numbers: Mapping[str, Any], after: str
     ) -> None:
         hypothesis = found.hypothesis
         calls = matching.program.calls

@@ -64,7 +64,7 @@ FLAT = frozenset(
 
 
 @dataclass
-class Found:
+class FoundChange:
     """A change that explains something.
 
     Attributes:
@@ -86,7 +86,7 @@ class Found:
         """The number of calls that are explained."""
         return len(self.new)
 
-    def is_better_than(self, other: Found) -> bool:
+    def is_better_than(self, other: FoundChange) -> bool:
         """Return whether it leaves a smaller error, or explains more calls."""
         return self.error < other.error or self.gained > other.gained
 
@@ -206,7 +206,7 @@ class CauseSearch:
 
     def find(
         self, families: Sequence[tuple[Family, str]], region: list[int], first: list[int]
-    ) -> Found | None:
+    ) -> FoundChange | None:
         """Return the best explanation, or None.
 
         Args:
@@ -225,9 +225,9 @@ class CauseSearch:
             "first": first[:3],
             "last": [i for i in reversed(region) if i not in order][:LAST],
         }
-        known = list[Found]()
+        known = list[FoundChange]()
 
-        def tried(row: tuple[Family, str]) -> Explanation[Found] | None:
+        def tried(row: tuple[Family, str]) -> Explanation[FoundChange] | None:
             family, where = row
             found = self._of_family(family, places[where])
             # a later family is less usual: it has to explain all, as what is tried last has to
@@ -243,7 +243,7 @@ class CauseSearch:
             return None
         return found.value
 
-    def _of_family(self, family: Family, places: list[int]) -> Explanation[Found] | None:
+    def _of_family(self, family: Family, places: list[int]) -> Explanation[FoundChange] | None:
         """Return what a family explains best."""
         passed = list[Hypothesis]()
 
@@ -254,7 +254,7 @@ class CauseSearch:
                         return
                     yield place, hypothesis
 
-        def tried(candidate: tuple[int, Hypothesis]) -> Explanation[Found] | None:
+        def tried(candidate: tuple[int, Hypothesis]) -> Explanation[FoundChange] | None:
             at = self._seen_at(*candidate)
             if not self._has_evidence(at, candidate[1]):
                 return None
@@ -355,7 +355,7 @@ class CauseSearch:
 
         return [i for i in breadth_first([place], behind_matched, 3) if i in self._inside]
 
-    def _explained(self, place: int, hypothesis: Hypothesis) -> Explanation[Found] | None:
+    def _explained(self, place: int, hypothesis: Hypothesis) -> Explanation[FoundChange] | None:
         found = self.test(place, hypothesis)
         found = found and self._everywhere(found)
         if found is None:
@@ -365,7 +365,7 @@ class CauseSearch:
             return None
         return Explanation(found, is_whole, found.gained)
 
-    def _hides(self, found: Found) -> bool:
+    def _hides(self, found: FoundChange) -> bool:
         """Return whether a change puts a zero in a place: that hides whatever else is wrong behind
         it.
 
@@ -377,7 +377,7 @@ class CauseSearch:
         mine = kinds[min(found.hypothesis.changes, default=found.place)]
         return any(kinds[i] == mine and i not in found.new for i in self.region)
 
-    def _is_scanty(self, found: Found) -> bool:
+    def _is_scanty(self, found: FoundChange) -> bool:
         """Return whether all that is explained is a number or two, which the port may have from
         another layer.
         """
@@ -385,7 +385,7 @@ class CauseSearch:
             return False
         return sum(variety(array(found.run.seen[i][0])) for i in found.new) < LEAST
 
-    def is_confirmed(self, found: Found) -> bool:
+    def is_confirmed(self, found: FoundChange) -> bool:
         """Return whether a change gives the port's values at other parameters and inputs, too."""
         for number, witness in enumerate(self._witnesses):
             if number not in self._runs_before:
@@ -415,7 +415,7 @@ class CauseSearch:
             return abs(float(run.loss) - side.loss) / max(abs(side.loss), 1e-300)
         return outputs_error(run.outs, side.outs)
 
-    def test(self, place: int, hypothesis: Hypothesis) -> Found | None:
+    def test(self, place: int, hypothesis: Hypothesis) -> FoundChange | None:
         """Run the program to its end with a hypothesis.
 
         Return None where it raises, or where its outputs have other shapes: the port's are known to
@@ -430,7 +430,7 @@ class CauseSearch:
         error = self._off(run, side)
         looked = sorted({place, *self.region[:60]})
         new = {i: self.matching.is_new(run.seen[i], self.matching.run.seen[i]) for i in looked}
-        return Found(
+        return FoundChange(
             hypothesis,
             place,
             error,
@@ -438,7 +438,7 @@ class CauseSearch:
             run,
         )
 
-    def _everywhere(self, found: Found) -> Found:
+    def _everywhere(self, found: FoundChange) -> FoundChange:
         """Return a change also at the other calls of its line: those of other time steps, and of
         repeated modules.
         """
@@ -706,7 +706,7 @@ def in_every_layer(names: Sequence[str], leaves: Mapping[Any, Any]) -> dict[Any,
     return made
 
 
-def _keeps_matched(matching: Matching, found: Found) -> bool:
+def _keeps_matched(matching: Matching, found: FoundChange) -> bool:
     """Return whether each changed call whose result the port has still has a result of the port's."""
     matched = [i for i in found.hypothesis.changes if matching.status[i]]
     return all(matching.side.has(found.run.seen[i]) is not False for i in matched)

@@ -30,7 +30,7 @@ from gradcheck_suite.auditing.jax.replay import (
     kept_mark,
 )
 from gradcheck_suite.auditing.schedule import Schedule
-from gradcheck_suite.core.findings import Found, finding
+from gradcheck_suite.core.findings import Occurrence, finding
 
 
 @dataclass
@@ -98,7 +98,7 @@ class JaxRecorder:
         steps: int | None,
     ) -> None:
         self.off: str | None = None
-        self.notes: Counter[Found] = Counter()
+        self.notes: Counter[Occurrence] = Counter()
         self.counts = Counts()
         self._receive = receive
         self._schedule = schedule

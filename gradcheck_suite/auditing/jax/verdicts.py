@@ -25,7 +25,7 @@ from gradcheck_suite.auditing.weighing import (
 )
 from gradcheck_suite.auditing.weights import ComparedObjective
 from gradcheck_suite.core.faults import FAULTS, FIX, names_of, remedy_of
-from gradcheck_suite.core.findings import Found, finding
+from gradcheck_suite.core.findings import Occurrence, finding
 from gradcheck_suite.core.results import Unknown, Violation
 from gradcheck_suite.core.text import counted
 
@@ -68,7 +68,7 @@ class Verdicts:
 
     given: int | None = None
     judges_weights: bool = True
-    notes: Counter[Found] = field(default_factory=Counter)
+    notes: Counter[Occurrence] = field(default_factory=Counter)
     unknown: Counter[Unknown] = field(default_factory=Counter)
     found: list[Violation] = field(default_factory=list)
     shown: list[Shown] = field(default_factory=list)
@@ -133,7 +133,7 @@ class Verdicts:
         """The steps whose weights were judged."""
         return set().union(*(weighed.steps for weighed in self._weighed.values()))
 
-    def all_notes(self) -> Counter[Found]:
+    def all_notes(self) -> Counter[Occurrence]:
         """Return what is worth knowing -> how often."""
         of_weights = (weighed.notes for weighed in self._weighed.values())
         return sum(of_weights, Counter(self.notes))
