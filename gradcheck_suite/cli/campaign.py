@@ -47,7 +47,7 @@ CASES = 200
 
 
 @dataclass(frozen=True)
-class Kind:
+class CampaignKind:
     """A command that can be a campaign.
 
     Attributes:
@@ -71,7 +71,7 @@ class Campaign:
         shards: in order.
     """
 
-    kind: Kind
+    kind: CampaignKind
     asked: argparse.Namespace
     shards: tuple[Shard, ...]
 
@@ -85,7 +85,10 @@ class Campaign:
 
 
 def cut_up(
-    what: str, rest: Sequence[str], kinds: Mapping[str, Kind], program: CommandLine = PROGRAM
+    what: str,
+    rest: Sequence[str],
+    kinds: Mapping[str, CampaignKind],
+    program: CommandLine = PROGRAM,
 ) -> Campaign:
     """Return a campaign of one command.
 
@@ -195,7 +198,7 @@ class CampaignResult:
     lines: list[str]
     status: int
     copied: tuple[str, ...] = ()
-    record: tuple[records.Kind, Json] | None = None
+    record: tuple[records.RecordKind, Json] | None = None
 
 
 def failed(campaign: Campaign, shards: Shards) -> tuple[int, str] | None:
@@ -341,8 +344,8 @@ def _found_by_trainers(campaign: Campaign, shards: Shards) -> CampaignResult:
 
 
 KINDS = {
-    "verify": Kind(PROGRAM, _cut_verify, _found_by_verify),
-    "trainers": Kind(PROGRAM, _cut_trainers, _found_by_trainers),
+    "verify": CampaignKind(PROGRAM, _cut_verify, _found_by_verify),
+    "trainers": CampaignKind(PROGRAM, _cut_trainers, _found_by_trainers),
 }
 
 
@@ -392,7 +395,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def run_campaign(
-    arguments: argparse.Namespace, kinds: Mapping[str, Kind], program: CommandLine
+    arguments: argparse.Namespace, kinds: Mapping[str, CampaignKind], program: CommandLine
 ) -> int:
     """Run a campaign of one of some kinds, as the command of a program."""
     environment.expect_main_job()

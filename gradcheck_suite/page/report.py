@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
 
-from gradcheck_suite.core.records import KINDS, Data, Kind, Record, run_of
+from gradcheck_suite.core.records import KINDS, Data, Record, RecordKind, run_of
 from gradcheck_suite.core.results import result_from_json
 from gradcheck_suite.page import verdicts
 from gradcheck_suite.page.content import Answer, Report, Section, machine_text, sources
@@ -170,7 +170,7 @@ class Contents:
         beside: texts of the folder that no command made, by the name that a part has as its kind.
     """
 
-    kinds: Mapping[str, Kind]
+    kinds: Mapping[str, RecordKind]
     parts: tuple[Part, ...]
     answers: Callable[[Records], tuple[Answer, ...]]
     heading: Callable[[Path, tuple[Answer, ...]], Heading]

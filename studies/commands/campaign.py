@@ -13,8 +13,8 @@ from gradcheck_suite.cli import campaign, exit_status
 from gradcheck_suite.cli.arguments import Parser
 from gradcheck_suite.cli.campaign import (
     Campaign,
+    CampaignKind,
     CampaignResult,
-    Kind,
     blocks,
     line,
     results_of,
@@ -128,8 +128,8 @@ def _found_by_calibrate(campaign: Campaign, shards: Shards) -> CampaignResult:
 
 KINDS = {
     **campaign.KINDS,
-    "zoo": Kind(PROGRAM, _cut_zoo, _found_by_zoo),
-    "calibrate": Kind(PROGRAM, _cut_calibrate, _found_by_calibrate),
+    "zoo": CampaignKind(PROGRAM, _cut_zoo, _found_by_zoo),
+    "calibrate": CampaignKind(PROGRAM, _cut_calibrate, _found_by_calibrate),
 }
 
 
