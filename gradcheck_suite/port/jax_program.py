@@ -163,7 +163,7 @@ class Interpreter:
     def run(
         self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], eps: Any = None
     ) -> tuple[list[Any], Any]:
-        """Return the results and, for each equation, what is inside and its `Result`s.
+        """Return the results and, for each equation, what is inside and its `EquationResult`s.
 
         Those of `eps` are added.
         """

@@ -80,7 +80,7 @@ class Observation:
         return self.evaluations[-1].parameters
 
 
-class Observer:
+class StepObserver:
     """Records an `Observation` for every step of an optimizer, by its public step hooks."""
 
     def __init__(
@@ -454,7 +454,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return full
 
 
-class RankObserver(Observer):
+class RankObserver(StepObserver):
     """Observes a rank of several: parameters, gradients and states are gathered where the loop has
     sharded them.
 

@@ -61,7 +61,7 @@ from gradcheck_suite.run.instance import (
     loader_over,
     map_leaves,
 )
-from gradcheck_suite.run.observer import Observer, recorded_calls, structure, structure_changes
+from gradcheck_suite.run.observer import StepObserver, recorded_calls, structure, structure_changes
 from gradcheck_suite.run.optimizers import (
     OPTIMIZERS,
     fault_before,
@@ -117,7 +117,7 @@ COPIED: dict[str, tuple[Any, ...]] = {
     "structure": (structure, structure_changes),
     "process": (changes_undone,),
     "calls": (recorded_calls, epoch_of),
-    "parameters": (Observer, recorded_calls, fault_before, fault_of_step, fault_between),
+    "parameters": (StepObserver, recorded_calls, fault_before, fault_of_step, fault_between),
 }
 """The suite's definitions that parts of the template call."""
 OWN = {PACKAGE}

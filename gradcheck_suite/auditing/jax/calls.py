@@ -40,7 +40,7 @@ class CompiledCall:
     name: str
 
 
-class Observer(Protocol):
+class CallObserver(Protocol):
     """Looks at calls."""
 
     def wants_calls(self) -> bool:
@@ -50,7 +50,7 @@ class Observer(Protocol):
         """Look at a call before it is made; raises nothing."""
 
 
-OBSERVERS: list[Observer] = []
+OBSERVERS: list[CallObserver] = []
 """That of the audit that is open."""
 
 
