@@ -242,7 +242,7 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Answer:
+class HeadlineAnswer:
     """One of the four answers of the first screen.
 
     Attributes:
@@ -289,7 +289,7 @@ class Report:
     name: str
     subtitle: str
     made: str
-    answers: tuple[Answer, ...]
+    answers: tuple[HeadlineAnswer, ...]
     sections: tuple[Section, ...]
     environments: tuple[tuple[tuple[str, str], ...], ...] = ()
     problems: tuple[str, ...] = ()

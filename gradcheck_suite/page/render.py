@@ -21,7 +21,16 @@ from typing import TYPE_CHECKING, Any
 
 from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.page.charts import LIGHT, config, style_sheet, with_palette
-from gradcheck_suite.page.content import Answer, Cell, Claim, Figure, Report, Section, Table, shown
+from gradcheck_suite.page.content import (
+    Cell,
+    Claim,
+    Figure,
+    HeadlineAnswer,
+    Report,
+    Section,
+    Table,
+    shown,
+)
 from gradcheck_suite.page.violation import ViolationPage
 
 if TYPE_CHECKING:
@@ -244,7 +253,7 @@ def violations_html(violations: Sequence[ViolationPage], lines: Sequence[str]) -
 
 
 def _html(
-    template: str, parts: Iterable[Answer | Section | Claim | ViolationPage], **values: Any
+    template: str, parts: Iterable[HeadlineAnswer | Section | Claim | ViolationPage], **values: Any
 ) -> str:
     figures = chain.from_iterable(part.figures for part in parts)
     specs = {figure.key: figure.spec for figure in figures}

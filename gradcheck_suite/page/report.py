@@ -14,7 +14,7 @@ from pathlib import Path
 from gradcheck_suite.core.records import KINDS, Data, Record, RecordKind, run_of
 from gradcheck_suite.core.results import result_from_json
 from gradcheck_suite.page import verdicts
-from gradcheck_suite.page.content import Answer, Report, Section, machine_text, sources
+from gradcheck_suite.page.content import HeadlineAnswer, Report, Section, machine_text, sources
 from gradcheck_suite.page.reading import (
     Facts,
     Pairs,
@@ -68,7 +68,7 @@ def _judged(records: Records) -> list[_Judged]:
     return sorted(found, key=lambda judged: judged.record.time)
 
 
-def own_verdicts(records: Records) -> tuple[Answer, ...]:
+def own_verdicts(records: Records) -> tuple[HeadlineAnswer, ...]:
     """Return the verdicts on loops and scripts, by commit, the worst first, and what changed.
 
     Nothing without any.
@@ -94,7 +94,7 @@ def own_verdicts(records: Records) -> tuple[Answer, ...]:
     since = f" Since the run before: {'; '.join(turned)}." if turned else ""
     # the newest first: a telephone shows the first columns
     columns = dict(reversed(list(runs.items())[-MOST_RUNS:]))
-    answer = Answer(
+    answer = HeadlineAnswer(
         "own",
         "Do your loops and scripts hold?",
         brief,
@@ -150,7 +150,7 @@ Heading = tuple[str, str, str]
 """Title, name and subtitle of a page."""
 
 
-def _heading(reports: Path, answers: tuple[Answer, ...]) -> Heading:
+def _heading(reports: Path, answers: tuple[HeadlineAnswer, ...]) -> Heading:
     project = reports.resolve().parent.name
     said = answers[0].brief if answers else "nothing was judged yet"
     return f"{project}: {said}", project, "verdicts of gradcheck-suite"
@@ -172,8 +172,8 @@ class Contents:
 
     kinds: Mapping[str, RecordKind]
     parts: tuple[Part, ...]
-    answers: Callable[[Records], tuple[Answer, ...]]
-    heading: Callable[[Path, tuple[Answer, ...]], Heading]
+    answers: Callable[[Records], tuple[HeadlineAnswer, ...]]
+    heading: Callable[[Path, tuple[HeadlineAnswer, ...]], Heading]
     violations: Callable[[Records], Iterable[ViolationPage]] = lambda _: ()
     prepared: Callable[[Records], Records] = lambda records: records
     beside: Callable[[Path], Mapping[str, list[Record]]] = lambda _: {}
@@ -199,7 +199,7 @@ def build(reports: Path, contents: Contents = OWN) -> Report:
     A record that cannot be read is left out and named.
     """
 
-    def made(records: Records) -> tuple[tuple[Answer, ...], tuple[Section, ...]]:
+    def made(records: Records) -> tuple[tuple[HeadlineAnswer, ...], tuple[Section, ...]]:
         records = contents.prepared(records)
         answered = contents.answers(records)
         sections = [section for section in (p.section(records) for p in contents.parts) if section]

@@ -18,9 +18,9 @@ from gradcheck_suite.loops.trainers import TRAINERS
 from gradcheck_suite.loops.trainers.trainer import MODEL
 from gradcheck_suite.page.charts import counts_plot
 from gradcheck_suite.page.content import (
-    Answer,
     Cell,
     Figure,
+    HeadlineAnswer,
     Matrix,
     Section,
     Source,
@@ -572,7 +572,7 @@ FIRST_PAGE = "Overview"
 
 def provenance(
     records: Records,
-    answers: Sequence[Answer],
+    answers: Sequence[HeadlineAnswer],
     sections: Iterable[Section],
     made_on: Sequence[Pairs],
 ) -> Section | None:

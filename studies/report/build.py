@@ -12,7 +12,7 @@ from gradcheck_suite.core.records import Data, Record
 from gradcheck_suite.loops.jax_modes import JAX_MODES
 from gradcheck_suite.loops.reset_modes import MODES
 from gradcheck_suite.page import verdicts
-from gradcheck_suite.page.content import Answer, Figure, sources
+from gradcheck_suite.page.content import Figure, HeadlineAnswer, sources
 from gradcheck_suite.page.reading import Part, Records, device_name
 from gradcheck_suite.page.report import Contents
 from studies.records import KINDS
@@ -38,17 +38,17 @@ HEIGHT = 112
 """Pixels of the plots on the first screen."""
 
 
-def answers(records: Records) -> tuple[Answer, ...]:
+def answers(records: Records) -> tuple[HeadlineAnswer, ...]:
     """Return the answers of the first screen."""
     return _holds(records), _differs(records), _costs(records), _true(records)
 
 
-def _holds(records: Records) -> Answer:
+def _holds(records: Records) -> HeadlineAnswer:
     newest = records.newest("verify")
     shown = [record for record in newest if record.data.get("loop") in {**MODES, **JAX_MODES}]
     brief, sentence = _holds_sentence([record.data for record in shown])
     shown = shown or newest
-    return Answer(
+    return HeadlineAnswer(
         "holds",
         "Does every mode hold?",
         brief,
@@ -127,12 +127,12 @@ def _where_all(datas: Sequence[Data]) -> str:
     )
 
 
-def _differs(records: Records) -> Answer:
+def _differs(records: Records) -> HeadlineAnswer:
     unused, kept = charts.unused_parameter(), charts.kept_gradient()
     moved = unused["None"][-1] - unused["zero_"][-1]
     also = evidence.moved_by_zeros(records)
     more = f" and {len(also) - 1} more" if len(also) > 1 else ""
-    return Answer(
+    return HeadlineAnswer(
         "differs",
         "Where do they differ?",
         f"zero_ moves an unused parameter (momentum{', Adam' * ('Adam' in also)}) and clears a"
@@ -165,7 +165,7 @@ def _differs(records: Records) -> Answer:
     )
 
 
-def _costs(records: Records) -> Answer:
+def _costs(records: Records) -> HeadlineAnswer:
     measured, memory = records.of("benchmark"), records.of("memory")
     rows = costs.timed_steps(measured)
     window = costs.window_figure(memory, HEIGHT)
@@ -186,7 +186,7 @@ def _costs(records: Records) -> Answer:
         )
         said.append(f"M{where} of gradients, None {released} MiB.")
         brief.append(f"{'m' if brief else 'M'}{where}, None {released}")
-    return Answer(
+    return HeadlineAnswer(
         "costs",
         "What does each cost?",
         "; ".join(brief) or "Not measured yet",
@@ -245,7 +245,7 @@ def _kept_gradients(records: Sequence[Record]) -> tuple[int, str, str] | None:
     return (max(both), both[max(both)]["zero_"], both[max(both)]["set_to_none"]) if both else None
 
 
-def _true(records: Records) -> Answer:
+def _true(records: Records) -> HeadlineAnswer:
     found = evidence.claim_list(records.of("claim"))
     counts, questions = evidence.counted_verdicts(found)
     brief = (
@@ -260,7 +260,7 @@ def _true(records: Records) -> Answer:
             for question in questions
         )
     )
-    return Answer(
+    return HeadlineAnswer(
         "claims",
         "Which claims are true?",
         brief if found else "Not tested yet",
