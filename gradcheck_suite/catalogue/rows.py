@@ -243,7 +243,7 @@ _TRANSFORMER_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-class Block(torch.nn.Module):
+class EncoderBlock(torch.nn.Module):
     """`torch.nn.TransformerEncoderLayer` without dropout, whose random numbers differ between torch
     and JAX.
     """
@@ -725,7 +725,7 @@ KINDS = (
             min_features=2,
         ),
         _transformer_out,
-        lambda signal, o: Block(signal.features, **o),
+        lambda signal, o: EncoderBlock(signal.features, **o),
         _transformer,
         uses_mask=True,
         trainable=True,

@@ -141,7 +141,7 @@ def micro_batch(weight: Weight) -> str:
 
 
 @dataclass(frozen=True)
-class Block:
+class MicroBatchBlock:
     """A micro-batch of the split.
 
     Attributes:
@@ -190,7 +190,7 @@ class ViolationPage:
     figures: tuple[Figure, ...]
     weights: Table | None
     source: Mapping[str, Any] | None = None
-    windows: tuple[tuple[Block, ...], ...] = ()
+    windows: tuple[tuple[MicroBatchBlock, ...], ...] = ()
     wrong: int | None = None
     details: tuple[str, ...] = ()
     case: tuple[str, ...] = ()
@@ -308,9 +308,9 @@ def _weights_table(weights: Sequence[Weight]) -> Table | None:
     return table("Weight of each item, by micro-batch", rows) if rows else None
 
 
-def _windows(plan: Plan) -> tuple[tuple[Block, ...], ...]:
+def _windows(plan: Plan) -> tuple[tuple[MicroBatchBlock, ...], ...]:
     blocks = [
-        Block(
+        MicroBatchBlock(
             j,
             items,
             j in plan.masked,
