@@ -561,7 +561,7 @@ class Routed(torch.nn.Module):
         return y
 
 
-class Branch(Routed):
+class TwoWayLinear(Routed):
     """One linear layer for rows whose first feature is above the threshold, another for the other
     rows.
     """
@@ -754,6 +754,6 @@ KINDS = (
     _frozen("part_frozen_linear", frozen=_PARTS, trainable=True),
     _frozen("frozen_linear", trainable=False),
     _routed("unused", Unused, lambda o, params, x, extras: linear(params, x)),
-    _routed("branch", Branch, _branch),
+    _routed("branch", TwoWayLinear, _branch),
     _routed("mixture", Mixture, _mixture, experts=(2, 3)),
 )

@@ -444,7 +444,7 @@ class Turn:
 
 
 @dataclass(frozen=True, eq=False)
-class Branch:
+class CondBranch:
     """A branch of a `cond`, as a program of its own.
 
     Attributes:
@@ -488,7 +488,7 @@ class CustomRule:
     name: str
     line: str
     trained: tuple[int, ...]
-    inside: tuple[Turn | Branch, ...] = ()
+    inside: tuple[Turn | CondBranch, ...] = ()
 
 
 MOST_ALIKE = 2
@@ -506,7 +506,7 @@ def custom_rules(program: Program, trained: Sequence[Var]) -> list[CustomRule]:
 
 
 def _all_rules(
-    program: Program, trained: set[Var], inside: tuple[Turn | Branch, ...]
+    program: Program, trained: set[Var], inside: tuple[Turn | CondBranch, ...]
 ) -> list[CustomRule]:
     reached = program.dependents(trained)
     found = list[CustomRule]()
@@ -530,7 +530,7 @@ def _all_rules(
             found += _all_rules(turn.body, _reached_inside(turn, reached), (*inside, turn))
         elif equation.name == "cond":
             for number, one in enumerate(equation.params["branches"]):
-                branch = Branch(equation, number, flatten(one))
+                branch = CondBranch(equation, number, flatten(one))
                 pairs = zip(equation.ins[1:], branch.body.inputs, strict=True)
                 of_branch = {inner for outer, inner in pairs if outer in reached}
                 found += _all_rules(branch.body, of_branch, (*inside, branch))
@@ -579,7 +579,7 @@ def check_rule(program: Program, rule: CustomRule, known: dict[Var, Any]) -> Any
     is_called: Any = True
     for part in rule.inside:
         operands = program.extend(part.equation.ins, known)
-        if isinstance(part, Branch):
+        if isinstance(part, CondBranch):
             is_called &= part.is_taken(operands)
         known = part.given(operands)
         program = part.body
