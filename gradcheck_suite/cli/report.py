@@ -15,7 +15,7 @@ from gradcheck_suite.core.records import FOLDER, expect_writable_folder, write_j
 from gradcheck_suite.errors import UsageError
 
 if TYPE_CHECKING:
-    from gradcheck_suite.page.report import Contents
+    from gradcheck_suite.page.report import ReportContents
 
 PICTURES = "pictures"
 
@@ -39,13 +39,13 @@ def run(arguments: argparse.Namespace) -> int:
     return run_report(arguments, _own)
 
 
-def _own() -> Contents:
+def _own() -> ReportContents:
     from gradcheck_suite.page.report import OWN
 
     return OWN
 
 
-def run_report(arguments: argparse.Namespace, contents_of: Callable[[], Contents]) -> int:
+def run_report(arguments: argparse.Namespace, contents_of: Callable[[], ReportContents]) -> int:
     """Write the report that is made of these contents, or compare records.
 
     Args:

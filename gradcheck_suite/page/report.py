@@ -157,7 +157,7 @@ def _heading(reports: Path, answers: tuple[HeadlineAnswer, ...]) -> Heading:
 
 
 @dataclass(frozen=True)
-class Contents:
+class ReportContents:
     """What a report is made of.
 
     Attributes:
@@ -179,7 +179,7 @@ class Contents:
     beside: Callable[[Path], Mapping[str, list[Record]]] = lambda _: {}
 
 
-OWN = Contents(
+OWN = ReportContents(
     KINDS,
     # what a project never asked has no section
     tuple(
@@ -193,7 +193,7 @@ OWN = Contents(
 """The report on the records of one's own loops, scripts and trainers."""
 
 
-def build(reports: Path, contents: Contents = OWN) -> Report:
+def build(reports: Path, contents: ReportContents = OWN) -> Report:
     """Build a report from the records under a folder.
 
     A record that cannot be read is left out and named.
@@ -235,7 +235,7 @@ SMALLEST = 0.1
 Fact = str | float | None
 
 
-def compared(old: Path, new: Path, contents: Contents = OWN) -> list[str]:
+def compared(old: Path, new: Path, contents: ReportContents = OWN) -> list[str]:
     """Return what changed between the records of two folders, a line each, and which records could
     not be read.
     """

@@ -14,7 +14,7 @@ from gradcheck_suite.loops.reset_modes import MODES
 from gradcheck_suite.page import verdicts
 from gradcheck_suite.page.content import Figure, HeadlineAnswer, sources
 from gradcheck_suite.page.reading import Part, Records, device_name
-from gradcheck_suite.page.report import Contents
+from gradcheck_suite.page.report import ReportContents
 from studies.records import KINDS
 from studies.report import charts, costs, evidence, subjects
 from studies.report.faster import step_times
@@ -279,7 +279,7 @@ def _prepared(records: Records) -> Records:
 
 TITLE = "gradcheck-suite: what resetting gradients does, and what it costs"
 SUBTITLE = "zero_ writes zeros to p.grad; None releases it: p.grad = None"
-CONTENTS = Contents(
+CONTENTS = ReportContents(
     KINDS,
     PARTS,
     answers,

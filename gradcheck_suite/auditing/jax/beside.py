@@ -20,7 +20,7 @@ from gradcheck_suite.auditing.jax.marks import (
     UpdateMark,
     summarized,
 )
-from gradcheck_suite.auditing.jax.replay import Contents, MarkedEvaluation, replay_program
+from gradcheck_suite.auditing.jax.replay import MarkedEvaluation, ProgramContents, replay_program
 
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 """Options by which XLA compiles a program that runs a few times without most of its optimizations."""
@@ -70,7 +70,7 @@ class BesidePrograms:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._contents = Contents()
+        self._contents = ProgramContents()
         self._programs: dict[int, Beside] = {}
         self._eager: dict[str, Any] = {}
 

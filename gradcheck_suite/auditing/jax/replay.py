@@ -113,7 +113,7 @@ class AboutShards:
 
 
 @dataclass
-class Contents:
+class ProgramContents:
     """Finds the marks and the callbacks of programs, each of which is looked through once."""
 
     _marks: dict[int, list[Mark]] = field(default_factory=dict)
@@ -200,7 +200,7 @@ class MarkedEvaluation:
         notes: what was not looked at, and why.
     """
 
-    contents: Contents
+    contents: ProgramContents
     notes: dict[str, None] = field(default_factory=dict)
 
     def run(
@@ -520,7 +520,7 @@ def _events_of_devices(node: KeptMarks, around: Around) -> Iterator[Event]:
         yield from events_of(parts, replace(around, devices=node.size, are_devices=are_devices))
 
 
-def replay_program(closed: Any, contents: Contents) -> tuple[Any, MarkedEvaluation]:
+def replay_program(closed: Any, contents: ProgramContents) -> tuple[Any, MarkedEvaluation]:
     """Return a function, compiled at its first call, that evaluates a program and returns its
     marks.
     """
