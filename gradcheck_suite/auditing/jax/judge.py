@@ -10,7 +10,7 @@ import numpy as np
 from gradcheck_suite.auditing.jax.losses import DIFFERENCE, ENTERED, IDENTITY, OWN
 from gradcheck_suite.auditing.jax.marks import PassMark, UpdateMark
 from gradcheck_suite.auditing.jax.passes import OpenPasses, Shapes
-from gradcheck_suite.auditing.jax.replay import Cut, Event, MarkEvent
+from gradcheck_suite.auditing.jax.replay import Event, MarkEvent, UnreadMarks
 from gradcheck_suite.auditing.jax.verdicts import Shown, Verdicts
 from gradcheck_suite.auditing.jax.windows import (
     Column,
@@ -100,7 +100,7 @@ class JaxJudge:
     def take(self, events: Iterable[Event]) -> None:
         """Take what happened."""
         for event in events:
-            if isinstance(event, Cut):
+            if isinstance(event, UnreadMarks):
                 self.settle_unsure()
                 self.generation += 1
                 self.passes.columns.clear()

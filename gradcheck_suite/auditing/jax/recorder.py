@@ -24,8 +24,8 @@ from gradcheck_suite.auditing.jax.functions import Marking, observed, seen_by_op
 from gradcheck_suite.auditing.jax.marks import MappedAxis, Mark, PassMark, UpdateMark
 from gradcheck_suite.auditing.jax.replay import (
     CannotReplayError,
-    Cut,
     Event,
+    UnreadMarks,
     events_of,
     kept_mark,
 )
@@ -213,20 +213,20 @@ class JaxRecorder:
                 yield
         except (CannotReplayError, TooLargeError) as reason:
             self.notes[finding("unobserved-program", f"{what} was not judged: {reason}")] += 1
-            self._receive([Cut()])
+            self._receive([UnreadMarks()])
         except Exception as error:
             # the program's own errors come again in its own call; what is lost is said
             said = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             said = f"{what} could not be looked into ({said})"
             self.notes[finding("unobserved-program", said)] += 1
-            self._receive([Cut()])
+            self._receive([UnreadMarks()])
         finally:
             self._is_busy = False
             self.counts.seconds += time.perf_counter() - start
 
     def _take(self, events: Sequence[Event]) -> None:
         for event in events:
-            if isinstance(event, Cut):
+            if isinstance(event, UnreadMarks):
                 self.counts.cut += event.steps
                 self.counts.steps += event.steps
                 self._receive([event])
@@ -259,7 +259,7 @@ class JaxRecorder:
         for _ in range(steps):
             if self._schedule.resumes(0, self.counts.passes, self.counts.seconds):
                 self._is_paused = False
-                self._receive([Cut()])
+                self._receive([UnreadMarks()])
 
     # The end.
 

@@ -428,7 +428,7 @@ class MarkEvent:
 
 
 @dataclass(frozen=True)
-class Cut:
+class UnreadMarks:
     """Marks that were not looked at come here: what was added up before is not known.
 
     Attributes:
@@ -438,7 +438,7 @@ class Cut:
     steps: int = 0
 
 
-Event = MarkEvent | Cut
+Event = MarkEvent | UnreadMarks
 
 
 @dataclass(frozen=True)
@@ -492,13 +492,13 @@ def events_of(kept: Sequence[KeptMarks], around: Around = Around()) -> Iterator[
             for t in order:
                 yield from events_of(node.parts, around.turn(t))
             if node.about.length > node.size:
-                yield Cut(node.about.steps * (node.about.length - node.size))
+                yield UnreadMarks(node.about.steps * (node.about.length - node.size))
         elif node.kind == WHILE:
             turns = around.number(node.data)
             for t in range(min(turns, MOST_TURNS)):
                 yield from events_of(node.parts, around.turn(t))
             if turns > MOST_TURNS:
-                yield Cut()
+                yield UnreadMarks()
         elif node.kind == BRANCHES:
             which = around.number(node.data)
             branch = node.parts[min(max(which, 0), len(node.parts) - 1)]
