@@ -137,7 +137,7 @@ def judge_function(call: FunctionCall, *, accumulates: bool = True) -> FunctionR
 
 
 @dataclass(frozen=True)
-class Fault:
+class BackwardFault:
     """What is wrong with a backward.
 
     Attributes:
@@ -755,7 +755,7 @@ def _are_close(found: Sequence[torch.Tensor], other: Sequence[torch.Tensor], lea
     )
 
 
-def _of_own_dtype(call: FunctionCall) -> Fault | None:
+def _of_own_dtype(call: FunctionCall) -> BackwardFault | None:
     """Hold `backward` in the dtypes of the call to what it is in float64, where it is the
     derivative.
 
@@ -803,7 +803,7 @@ def _of_own_dtype(call: FunctionCall) -> Fault | None:
         if off > max(least * size, OF_NUDGES * rounding):
             dtype = str(call.arguments[index].dtype).removeprefix("torch.")
             share = off / size if size else math.inf
-            return Fault(
+            return BackwardFault(
                 f"with respect to argument {index} it is another one in {dtype} than in float64, by"
                 f" {share:.2g} of its size, and the one in float64 is the derivative",
                 share,
@@ -826,7 +826,7 @@ def _needs_contiguous(call: FunctionCall) -> bool:
     return any(_apart(other[i], gradient) > least * _size(gradient) for i, gradient in one.items())
 
 
-def _of_program(call: FunctionCall) -> Fault | None:
+def _of_program(call: FunctionCall) -> BackwardFault | None:
     """Hold what `backward` gave in the program to what it gives by itself for the same call.
 
     What its forward kept outside of its context may be that of a later call by then.
@@ -855,13 +855,13 @@ def _of_program(call: FunctionCall) -> Fault | None:
             if written := call.backward.written:
                 of_leaves = set(written) <= call.leaves
                 listed = ", ".join(map(str, written))
-                return Fault(
+                return BackwardFault(
                     f"argument {listed}, which it has saved, was written between its forward and its"
                     f" backward: what it gave differs by {share:.2g} of its size from the derivative",
                     share,
                     "stale-parameters" if of_leaves else "changed-batch",
                 )
-            return Fault(
+            return BackwardFault(
                 f"with respect to argument {index} it differed in the program by {share:.2g} of its"
                 " size from the derivative of its forward, which it is where it is called by itself"
                 " (it reads what was written after its forward)",
@@ -870,7 +870,7 @@ def _of_program(call: FunctionCall) -> Fault | None:
     return None
 
 
-def _of_memory(call: FunctionCall) -> Fault | None:
+def _of_memory(call: FunctionCall) -> BackwardFault | None:
     """Hold the sum of two passes in `.grad` to the sum of what each gave.
 
     Torch puts the first gradient itself in `.grad`. A function that computes into one piece of
@@ -898,7 +898,7 @@ def _of_memory(call: FunctionCall) -> Fault | None:
         off = math.inf if summed is None else _apart(summed, expected[index])
         if off > max(LEAST, ROUNDINGS * _unit(call.arguments)) * size:
             share = off / size if size else math.inf
-            return Fault(
+            return BackwardFault(
                 f"with respect to argument {index} it gives the same memory each time, which `.grad`"
                 f" then is: a further pass overwrites it, and the sum is off by {share:.2g} of its"
                 " size",
@@ -907,7 +907,7 @@ def _of_memory(call: FunctionCall) -> Fault | None:
     return None
 
 
-def _of_second(call: FunctionCall) -> Fault | None:
+def _of_second(call: FunctionCall) -> BackwardFault | None:
     """Hold the derivative of `backward`, through which a further pass of the program went, to its
     differences.
     """
@@ -920,7 +920,7 @@ def _of_second(call: FunctionCall) -> Fault | None:
     found = [one for one in ratios if one is not None]
     if len(found) < 2:
         return None
-    return Fault(
+    return BackwardFault(
         "a further pass goes through what it gives, and the derivative of that is lost or wrong (it"
         " was detached, or computed without the graph)",
         max(abs(ratio - 1) for ratio in found),
