@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from gradcheck_suite.auditing.jax.fits import EPS, Fit, Vector, fit, near
+from gradcheck_suite.auditing.jax.fits import EPS, LinearCombination, Vector, fit, near
 from gradcheck_suite.auditing.jax.marks import PassMark, UpdateMark, segments
 from gradcheck_suite.auditing.jax.replay import MarkEvent
 from gradcheck_suite.auditing.places import Place
@@ -429,7 +429,7 @@ def _stale(optimizer: Optimizer, step: Step, columns: list[Column]) -> Stale | N
     return None
 
 
-def _fit(step: Step, columns: Sequence[Column], *more: Vector) -> Fit:
+def _fit(step: Step, columns: Sequence[Column], *more: Vector) -> LinearCombination:
     vectors = [*(column.gradient for column in columns), *more]
     relative = max(RELATIVE[d] for d in {step.dtype, *(c.mark.dtype for c in columns)})
     return fit(
@@ -441,7 +441,7 @@ def _fit(step: Step, columns: Sequence[Column], *more: Vector) -> Fit:
     )
 
 
-def _window(step: Step, columns: list[Column], found: Fit) -> Window | Unfitted:
+def _window(step: Step, columns: list[Column], found: LinearCombination) -> Window | Unfitted:
     if found.tolerance > 0.02:
         return Unfitted("too-few-elements", ALIKE)
     return Window(
