@@ -159,7 +159,7 @@ def _of_forward(call: FunctionCall) -> FunctionReport:
     reason = ""
     for dtype in STEPS_OF:
         try:
-            with Subject.of(call, dtype) as subject:
+            with FunctionUnderTest.of(call, dtype) as subject:
                 return _judged(subject, dtype)
         except NotRecomputed as reason_of_state:
             return FunctionReport(name, note=f"its backward was not checked: {reason_of_state}")
@@ -202,7 +202,7 @@ def _to(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 @dataclass(eq=False)
-class Subject:
+class FunctionUnderTest:
     """A function at one call, with the tensors of modules that it calls in one dtype.
 
     Attributes:
@@ -221,7 +221,7 @@ class Subject:
 
     @staticmethod
     @contextlib.contextmanager
-    def of(call: FunctionCall, dtype: torch.dtype | None) -> Iterator[Subject]:
+    def of(call: FunctionCall, dtype: torch.dtype | None) -> Iterator[FunctionUnderTest]:
         """Make one, and put the modules' own tensors back at the end.
 
         Args:
@@ -252,7 +252,7 @@ class Subject:
         values = [v for v in call.arguments if not isinstance(v, torch.Tensor)]
         with unchanged(call.kind, values=[*values, *of_operator(call.kind)]):
             try:
-                yield Subject(call, base, wanted, tensors)
+                yield FunctionUnderTest(call, base, wanted, tensors)
             finally:
                 for held, name, tensor in own:
                     held[name] = tensor
@@ -304,7 +304,7 @@ class Subject:
         return [backward.given[i] for i in self.places] if backward is not None else []
 
 
-def _judged(subject: Subject, dtype: torch.dtype) -> FunctionReport:
+def _judged(subject: FunctionUnderTest, dtype: torch.dtype) -> FunctionReport:
     base = subject.base
     name = subject.call.name
     generator = torch.Generator().manual_seed(0)
@@ -355,7 +355,7 @@ def _direction(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def _of_argument(
-    subject: Subject,
+    subject: FunctionUnderTest,
     point: list[Any],
     index: int,
     steps: tuple[float, ...],
@@ -397,7 +397,7 @@ def _of_argument(
 
 
 def _of_what_arrived(
-    subject: Subject,
+    subject: FunctionUnderTest,
     point: list[Any],
     index: int,
     steps: tuple[float, ...],
@@ -464,7 +464,7 @@ class _Line:
 
     def __init__(
         self,
-        subject: Subject,
+        subject: FunctionUnderTest,
         point: list[Any],
         index: int,
         generator: torch.Generator,
@@ -705,7 +705,11 @@ class _Gradients:
 
 
 def _gradients(
-    subject: Subject, point: Sequence[Any], cotangents: Sequence[torch.Tensor | None], *, seed: int
+    subject: FunctionUnderTest,
+    point: Sequence[Any],
+    cotangents: Sequence[torch.Tensor | None],
+    *,
+    seed: int,
 ) -> _Gradients:
     """Call a function, and its backward with some gradients.
 
@@ -767,7 +771,7 @@ def _of_own_dtype(call: FunctionCall) -> BackwardFault | None:
         return None
     generator = torch.Generator().manual_seed(1)
     least = max(LEAST_OF_DTYPES, ROUNDINGS * unit)
-    with Subject.of(call, None) as subject:
+    with FunctionUnderTest.of(call, None) as subject:
         point = subject.moved(generator)
         cotangents = [
             torch.randn(o.shape, generator=generator).to(o) for o in subject.outputs(point)
@@ -787,7 +791,7 @@ def _of_own_dtype(call: FunctionCall) -> BackwardFault | None:
                 for v in point
             ]
             moved.append(_gradients(subject, near, cotangents, seed=0))
-    with Subject.of(call, torch.float64) as subject:
+    with FunctionUnderTest.of(call, torch.float64) as subject:
         exact = _gradients(
             subject,
             [_to(v, torch.float64) for v in point],
@@ -814,7 +818,7 @@ def _of_own_dtype(call: FunctionCall) -> BackwardFault | None:
 def _needs_contiguous(call: FunctionCall) -> bool:
     """Return whether `backward` depends on how a gradient of its outputs lies in memory."""
     generator = torch.Generator().manual_seed(4)
-    with Subject.of(call, None) as subject:
+    with FunctionUnderTest.of(call, None) as subject:
         outputs = subject.outputs(subject.base)
         if not any(output.dim() > 1 for output in outputs):
             return False
@@ -833,7 +837,7 @@ def _of_program(call: FunctionCall) -> BackwardFault | None:
     """
     if call.backward is None:
         return None
-    with Subject.of(call, None) as subject:
+    with FunctionUnderTest.of(call, None) as subject:
         subject.outputs(subject.base)
         cotangents = [
             None if came is None else _laid(came.values, came) for came in subject.arrived
@@ -879,7 +883,7 @@ def _of_memory(call: FunctionCall) -> BackwardFault | None:
     if not call.leaves:
         return None
     generator = torch.Generator().manual_seed(3)
-    with Subject.of(call, None) as subject:
+    with FunctionUnderTest.of(call, None) as subject:
         outputs = subject.outputs(subject.base)
         expected = dict[int, torch.Tensor]()
         leaves = subject.leaves(subject.base)
@@ -914,7 +918,7 @@ def _of_second(call: FunctionCall) -> BackwardFault | None:
     if not call.is_differentiated:
         return None
     generator = torch.Generator().manual_seed(2)
-    with Subject.of(call, torch.float64) as subject:
+    with FunctionUnderTest.of(call, torch.float64) as subject:
         point = subject.moved(generator)
         ratios = [_second_along(subject, point, generator) for _ in range(DIRECTIONS)]
     found = [one for one in ratios if one is not None]
@@ -928,7 +932,7 @@ def _of_second(call: FunctionCall) -> BackwardFault | None:
 
 
 def _second_along(
-    subject: Subject, point: Sequence[Any], generator: torch.Generator
+    subject: FunctionUnderTest, point: Sequence[Any], generator: torch.Generator
 ) -> float | None:
     """Return what the derivative of `backward` is over its difference quotient along a random line;
     None where they agree, or where it is not smooth.
