@@ -20,7 +20,7 @@ from gradcheck_suite.cli.arguments import OutputOptions, add_options, parsed
 from gradcheck_suite.cli.exit_status import noted_interrupts
 from gradcheck_suite.cli.loading import expect_found, libraries_of, note_untested_trainers
 from gradcheck_suite.cli.progress import CommandOutput, Progress
-from gradcheck_suite.cli.waiting import IMPORTS, Stopwatch, waiting
+from gradcheck_suite.cli.waiting import IMPORTS, LapTimer, waiting
 from gradcheck_suite.core.contract import (
     DEFAULT_TIME_LIMIT,
     Loop,
@@ -385,7 +385,7 @@ def add_arguments(parser: parsers.Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Verify the loops that the arguments name; print and store the results."""
-    stopwatch = Stopwatch()
+    stopwatch = LapTimer()
     environment.expect_main_job()
     if arguments.list:
         return _list(arguments.ranks)
@@ -448,7 +448,7 @@ def _verify(
     options: VerifyOptions,
     output: CommandOutput,
     not_stored: str,
-    stopwatch: Stopwatch,
+    stopwatch: LapTimer,
 ) -> int:
     with waiting("loading the loops"):
         subjects = _subjects(arguments, options)
@@ -511,7 +511,7 @@ class _Run:
 
     output: CommandOutput
     lines: list[str]
-    stopwatch: Stopwatch
+    stopwatch: LapTimer
     stop_on_violation: bool = False
     not_stored: str = ""
     results: list[Result] = field(default_factory=list)

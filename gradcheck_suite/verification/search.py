@@ -75,7 +75,7 @@ class StopError(BaseException):
         self.error = error
 
 
-class Stopwatch:
+class ProcessorStopwatch:
     """Measures time from when it is made, such that a busy machine searches as far as an idle one."""
 
     def __init__(self) -> None:
@@ -302,7 +302,7 @@ def smallest_probe(
         assumes: assumptions of the loop, which smaller plans satisfy too.
         seconds: the time after which shrinking ends, at most `PROBE_SECONDS`.
     """
-    began = Stopwatch()
+    began = ProcessorStopwatch()
     right = dict[str, str]()
     if violation.kind == "raised" or is_endless(violation):
         return violation, []
@@ -745,7 +745,7 @@ class SearchState:
                 named or counted.
         """
         found: list[Violation] = []
-        began = Stopwatch()
+        began = ProcessorStopwatch()
         seconds = self._seconds
         kinds: set[str] = {seen.kind} if seen else set()
         kinds |= OF_GRADIENT if kinds & OF_GRADIENT and not already_found else set()
@@ -770,7 +770,7 @@ class SearchState:
             if violation is None or (kinds and violation.kind not in kinds):
                 return
             if not found:
-                began = Stopwatch()
+                began = ProcessorStopwatch()
                 kinds.clear()
                 kinds.add(violation.kind)
                 if not already_found:

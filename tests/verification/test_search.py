@@ -210,7 +210,7 @@ def test_a_case_that_shows_nothing_when_it_is_named_is_not_the_smallest(run):
 
 @pytest.mark.parametrize(("seconds", "stops"), [(30.0, False), (30.001, True)])
 def test_shrinking_has_thirty_seconds(run, monkeypatch, seconds, stops):
-    monkeypatch.setattr(module.Stopwatch, "passed", lambda self: seconds)
+    monkeypatch.setattr(module.ProcessorStopwatch, "passed", lambda self: seconds)
     search = Scripted()
     search.script = violation
     run(search, [case(9), case(2)])  # the first case takes as long as it takes
@@ -418,7 +418,7 @@ def test_a_probe_that_the_assumptions_keep_from_getting_smaller_is_not_tried_aga
 
 
 def test_a_deadlock_is_shrunk_by_small_cases_alone(run, monkeypatch):
-    monkeypatch.setattr(module.Stopwatch, "passed", lambda self: 0.1)
+    monkeypatch.setattr(module.ProcessorStopwatch, "passed", lambda self: 0.1)
     search = Scripted()
     search.script = names(n9="raised/deadlock", n8="raised/deadlock", n2="raised/deadlock")
     run(search, [case(9), case(8)], [case(2)])
