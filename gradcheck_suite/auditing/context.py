@@ -37,10 +37,10 @@ from gradcheck_suite.auditing.program_state import preserve_rng
 from gradcheck_suite.auditing.recomputation import (
     SENTENCES,
     UNEXPLAINED,
+    PassInTurn,
     RecomputeRequest,
     RecomputeResult,
     RecordedCall,
-    Turn,
     judge_calls_of_program,
     recompute,
     turn_of,
@@ -852,7 +852,7 @@ class TorchAudit:
 
     def _turn(
         self, window: StepWindow, passes: Sequence[int], ids: Mapping[int, int]
-    ) -> Turn | None:
+    ) -> PassInTurn | None:
         """Return the one pass that is computed again in place of all; None for all of them.
 
         The first windows are computed again as a whole, and each later one as a whole where its

@@ -691,7 +691,7 @@ class RecomputeResult:
 
 
 @dataclass(frozen=True)
-class Turn:
+class PassInTurn:
     """The one pass of a window that is computed again in place of all.
 
     Attributes:
@@ -728,7 +728,7 @@ class RecomputeRequest:
     is_faulty: bool
     known: set[FunctionKey]
     used_at: Mapping[int, str] = field(default_factory=dict)
-    turn: Turn | None = None
+    turn: PassInTurn | None = None
 
     @property
     def outside(self) -> set[int]:
@@ -756,7 +756,7 @@ class RecomputeRequest:
 
 def turn_of(
     index: int, arrived: Sequence[Mapping[int, Vector]], ids: Mapping[int, int]
-) -> Turn | None:
+) -> PassInTurn | None:
     """Return the pass of an index, or None where what arrived in it was not sampled as a whole.
 
     Args:
@@ -774,7 +774,7 @@ def turn_of(
             sum(size(one[:ELEMENTS]) for one in earlier),
             sum(size(one[ELEMENTS:]) for one in earlier),
         )
-    return Turn(index, own, sizes)
+    return PassInTurn(index, own, sizes)
 
 
 def recompute(asked: RecomputeRequest) -> RecomputeResult:
@@ -981,7 +981,10 @@ def _judge_modes(
 
 
 def _holds_in_turn(
-    asked: RecomputeRequest, turn: Turn, received: Sequence[RecordedCall], result: RecomputeResult
+    asked: RecomputeRequest,
+    turn: PassInTurn,
+    received: Sequence[RecordedCall],
+    result: RecomputeResult,
 ) -> bool:
     """Compute one pass again, and return whether all is as it was.
 
@@ -1013,7 +1016,7 @@ def _holds_in_turn(
     return True
 
 
-def _differs(turn: Turn, key: int, again: Vector, dtype: str) -> bool:
+def _differs(turn: PassInTurn, key: int, again: Vector, dtype: str) -> bool:
     """Return whether what arrived at a parameter is another gradient than the one computed again.
 
     What arrived is known as a difference of two sums, which were rounded.

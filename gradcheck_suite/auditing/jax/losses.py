@@ -401,7 +401,7 @@ def _is_key(aval: Any) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Turn:
+class LastIteration:
     """The last iteration of a scan, as a program of its own.
 
     Attributes:
@@ -488,7 +488,7 @@ class CustomRule:
     name: str
     line: str
     trained: tuple[int, ...]
-    inside: tuple[Turn | CondBranch, ...] = ()
+    inside: tuple[LastIteration | CondBranch, ...] = ()
 
 
 MOST_ALIKE = 2
@@ -506,7 +506,7 @@ def custom_rules(program: Program, trained: Sequence[Var]) -> list[CustomRule]:
 
 
 def _all_rules(
-    program: Program, trained: set[Var], inside: tuple[Turn | CondBranch, ...]
+    program: Program, trained: set[Var], inside: tuple[LastIteration | CondBranch, ...]
 ) -> list[CustomRule]:
     reached = program.dependents(trained)
     found = list[CustomRule]()
@@ -526,7 +526,7 @@ def _all_rules(
                 )
             )
         elif equation.name == "scan" and equation.params["length"]:
-            turn = Turn(equation, flatten(equation.params["jaxpr"]))
+            turn = LastIteration(equation, flatten(equation.params["jaxpr"]))
             found += _all_rules(turn.body, _reached_inside(turn, reached), (*inside, turn))
         elif equation.name == "cond":
             for number, one in enumerate(equation.params["branches"]):
@@ -537,7 +537,7 @@ def _all_rules(
     return found
 
 
-def _reached_inside(turn: Turn, reached: set[Var]) -> set[Var]:
+def _reached_inside(turn: LastIteration, reached: set[Var]) -> set[Var]:
     """Return the inputs of an iteration that a gradient goes back to.
 
     What is carried may be reached through an earlier iteration alone.
