@@ -18,7 +18,7 @@ import torch
 from gradcheck_suite.core.comparison import Comparison, Vector, beyond, within
 from gradcheck_suite.judge.naming import FORMATS, constant_meaning
 from gradcheck_suite.judge.weights import WHILE_RIGHT, Array, Diagnosis, any_of, factor_text, listed
-from gradcheck_suite.reference.large_batch import Window, gradients_of
+from gradcheck_suite.reference.large_batch import WindowReference, gradients_of
 
 # Gradients that have lost a mean or a direction, and gradients whose elements belong to other
 # parameters.
@@ -497,7 +497,7 @@ COMBINATIONS: dict[str, Callable[[Array], Vector]] = {
 """What an element may be in place of the micro-batches' sum, from (micro-batches, P) their parts of the gradient."""
 
 
-def combined_elements(window: Window, comparison: Comparison) -> Diagnosis | None:
+def combined_elements(window: WindowReference, comparison: Comparison) -> Diagnosis | None:
     """Return the diagnosis of elements that are another function of the micro-batches' than their
     sum, or None.
 
@@ -549,7 +549,7 @@ OPERATIONS = (
 
 
 def wrong_reduction(
-    window: Window, comparison: Comparison, rank: int, *, alike: bool
+    window: WindowReference, comparison: Comparison, rank: int, *, alike: bool
 ) -> Diagnosis | None:
     """Return the diagnosis of a gradient that is another combination of the ranks' own, or None.
 
@@ -599,7 +599,7 @@ def wrong_reduction(
 
 
 def with_second_names(
-    found: Diagnosis | None, window: Window, comparison: Comparison, wrong: Sequence[str]
+    found: Diagnosis | None, window: WindowReference, comparison: Comparison, wrong: Sequence[str]
 ) -> Diagnosis | None:
     """Return a diagnosis that says so where parameters under several names are wrong, and they
     alone.
@@ -661,7 +661,9 @@ def _found_in(rows: Sequence[Mapping[str, torch.Tensor | None]], name: str) -> l
     return [gradient.numpy() for gradient in found if gradient is not None]
 
 
-def _lost_use(window: Window, comparison: Comparison, tied: Sequence[Sequence[str]]) -> str | None:
+def _lost_use(
+    window: WindowReference, comparison: Comparison, tied: Sequence[Sequence[str]]
+) -> str | None:
     """Return the name as which parameters are used without a share in their gradients, or None."""
     instance = window.reference.instance
     model = untied(window.model())

@@ -24,7 +24,7 @@ from gradcheck_suite.errors import UsageError
 from gradcheck_suite.judge.elements import diagnose_elements, with_second_names, wrong_and_right
 from gradcheck_suite.judge.naming import constant_meaning, diagnose, meanings, names_nothing
 from gradcheck_suite.judge.weights import Diagnosis, Weights, any_of, trial_weights
-from gradcheck_suite.reference.large_batch import Gradients, Window, gradients_of
+from gradcheck_suite.reference.large_batch import Gradients, WindowReference, gradients_of
 from gradcheck_suite.run.instance import Instance, seeded
 
 MOST_NAMES = 3
@@ -288,7 +288,7 @@ _ROUNDING = 1e-12
 
 
 def diagnose_case(
-    window: Window, comparison: Comparison, epoch: int, *, alike: bool
+    window: WindowReference, comparison: Comparison, epoch: int, *, alike: bool
 ) -> Diagnosis | None:
     """Name the fault of a wrong float64 gradient from that gradient alone.
 
@@ -330,7 +330,7 @@ def diagnose_case(
 
 
 def is_explained(
-    window: Window, comparison: Comparison, weights: Vector, *, only: Sequence[str] = ()
+    window: WindowReference, comparison: Comparison, weights: Vector, *, only: Sequence[str] = ()
 ) -> bool:
     """Return whether weights of micro-batches, (B,), give an observed gradient.
 
@@ -353,7 +353,9 @@ def is_explained(
     )
 
 
-def of_one_sign(found: Diagnosis, window: Window, comparison: Comparison) -> Diagnosis | None:
+def of_one_sign(
+    found: Diagnosis, window: WindowReference, comparison: Comparison
+) -> Diagnosis | None:
     """Return the diagnosis of wrong parameters with the elements of one sign of each micro-batch
     alone, or None.
 
@@ -404,7 +406,7 @@ def stolen_buffer(instance: Instance) -> Diagnosis | None:
     return found[0].diagnosis if found else None
 
 
-def _summed_gradients(window: Window) -> Rows:
+def _summed_gradients(window: WindowReference) -> Rows:
     """Return (B, P): the gradient of each micro-batch's summed loss, at the parameters of the
     window.
     """
@@ -418,7 +420,13 @@ def _summed_gradients(window: Window) -> Rows:
 
 
 def _diagnosed(
-    window: Window, epoch: int, gradients: Rows, comparison: Comparison, part: slice, *, alike: bool
+    window: WindowReference,
+    epoch: int,
+    gradients: Rows,
+    comparison: Comparison,
+    part: slice,
+    *,
+    alike: bool,
 ) -> Diagnosis | None:
     """Fit this window's micro-batches, then all of the epoch's.
 

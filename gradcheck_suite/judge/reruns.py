@@ -21,7 +21,7 @@ from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT, Batch, Loop, assum
 from gradcheck_suite.judge.elements import place_of_the_fault
 from gradcheck_suite.judge.fitted_weights import diagnose_case
 from gradcheck_suite.judge.weights import Diagnosis, any_of, listed
-from gradcheck_suite.reference.large_batch import Reference, Window, parameter_gradients
+from gradcheck_suite.reference.large_batch import Reference, WindowReference, parameter_gradients
 from gradcheck_suite.run.instance import Instance, leaves, map_leaves, named_leaves, scaled
 from gradcheck_suite.run.losses import LateValues, LossCall, Losses, modes_of
 from gradcheck_suite.run.ranks import run_ranks
@@ -694,7 +694,7 @@ class Evidence:
     """
 
     comparison: Comparison
-    window: Window
+    window: WindowReference
     epoch: int
     runner: LoopRunner
     known_calls: tuple[RecordedLosses, Vector | None] | None = None

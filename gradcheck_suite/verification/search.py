@@ -53,7 +53,7 @@ from gradcheck_suite.core.results import Verdict, Violation, is_endless
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.loops.ranks import RANK_LOOPS
 from gradcheck_suite.loops.reset_modes import plain
-from gradcheck_suite.reference.large_batch import CannotJudgeError, Window
+from gradcheck_suite.reference.large_batch import CannotJudgeError, WindowReference
 from gradcheck_suite.run.optimizers import NEEDS
 from gradcheck_suite.run.ranks import run_ranks
 from gradcheck_suite.strategies.cases import SMALL_MICRO_BATCHES, reductions_within, size_of
@@ -460,7 +460,7 @@ def stays_finite(case: Case, problem: Problem | None) -> bool:
     return True
 
 
-def _is_finite(window: Window) -> bool:
+def _is_finite(window: WindowReference) -> bool:
     computed = [window.expected]
     if window.bound is not window.float64_bound:
         with suppress(RuntimeError):  # torch lacks an operation in this dtype: `check` says so

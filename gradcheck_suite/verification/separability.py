@@ -19,7 +19,12 @@ from gradcheck_suite.core.contract import Batch, Problem
 from gradcheck_suite.core.results import Violation
 from gradcheck_suite.core.text import counted, error_text
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.reference.large_batch import REFERENCES, CannotJudgeError, Reference, Window
+from gradcheck_suite.reference.large_batch import (
+    REFERENCES,
+    CannotJudgeError,
+    Reference,
+    WindowReference,
+)
 from gradcheck_suite.run.instance import (
     Instance,
     Items,
@@ -590,7 +595,7 @@ def _not_accumulable(case: Case, explanation: str) -> Violation:
     )
 
 
-def gradient_fault(reference: Reference, window: Window) -> Violation | None:
+def gradient_fault(reference: Reference, window: WindowReference) -> Violation | None:
     """Return why a problem that passes the forward-only check is not accumulable, or None where it
     is.
 

@@ -13,7 +13,7 @@ import numpy as np
 from gradcheck_suite.auditing import weights as reading_weights
 from gradcheck_suite.auditing.events import BY_HAND, PassRecord, StepRecord
 from gradcheck_suite.auditing.jax.losses import LARGEST, LEAST, NUMBER, ROWS, TOTAL, LossTerm
-from gradcheck_suite.auditing.jax.windows import Column, Member, Window
+from gradcheck_suite.auditing.jax.windows import Column, Member, StepGradients
 from gradcheck_suite.auditing.loss_terms import Term
 from gradcheck_suite.auditing.replay import BackwardPass, StepWindow
 from gradcheck_suite.auditing.weighing import WindowReadings
@@ -91,7 +91,7 @@ def _record_of(column: Column, member: Member) -> PassRecord:
     )
 
 
-def step_window(window: Window, optimizer: int, columns: Collection[Column]) -> StepWindow:
+def step_window(window: StepGradients, optimizer: int, columns: Collection[Column]) -> StepWindow:
     """Return the window of a step in the records of the judge.
 
     Args:
@@ -136,7 +136,7 @@ def step_window(window: Window, optimizer: int, columns: Collection[Column]) -> 
     )
 
 
-def pending_of(window: Window, optimizer: int) -> WindowReadings:
+def pending_of(window: StepGradients, optimizer: int) -> WindowReadings:
     """Return a window whose weights are to be judged."""
     found = step_window(window, optimizer, window.used)
     used = dict(found.coefficients[KEY])
@@ -150,7 +150,7 @@ def pending_of(window: Window, optimizer: int) -> WindowReadings:
     )
 
 
-def devices_of(window: Window) -> int:
+def devices_of(window: StepGradients) -> int:
     """Return the number of devices of a window."""
     devices = set[int]()
     for column in window.columns:

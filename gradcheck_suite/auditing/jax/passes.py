@@ -10,7 +10,7 @@ from gradcheck_suite.auditing.jax.windows import (
     MOST_AGE,
     MOST_OPEN,
     Column,
-    Window,
+    StepGradients,
     columns_of,
     is_same_point,
     mixes,
@@ -91,7 +91,7 @@ class OpenPasses:
             if column.number in numbers:
                 column.consumers.add(optimizer)
 
-    def settle(self, optimizer: int, window: Window, used: Iterable[Column]) -> None:
+    def settle(self, optimizer: int, window: StepGradients, used: Iterable[Column]) -> None:
         """Note which gradients a step has used, and keep those that may be of another one."""
         numbers = {column.number for column in (*used, *window.lost)}
         kept = []

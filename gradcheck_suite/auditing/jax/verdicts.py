@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from gradcheck_suite.auditing.jax.mapping import devices_of, pending_of, step_window
 from gradcheck_suite.auditing.jax.windows import (
     Optimizer,
-    Window,
+    StepGradients,
     is_uneven,
     norms_alike,
 )
@@ -45,7 +45,7 @@ class Shown:
         optimizer: its state.
     """
 
-    window: Window
+    window: StepGradients
     optimizer: Optimizer
 
 
@@ -74,7 +74,9 @@ class Verdicts:
     shown: list[Shown] = field(default_factory=list)
     lost: list[Shown] = field(default_factory=list)
     alike: list[Shown] = field(default_factory=list)
-    held: defaultdict[int, list[Window | None]] = field(default_factory=lambda: defaultdict(list))
+    held: defaultdict[int, list[StepGradients | None]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
 
     def __post_init__(self) -> None:
         self._weighed: dict[int, WeightVerdict] = {}
@@ -91,7 +93,7 @@ class Verdicts:
             )
         ] += 1
 
-    def violation(self, fault: StepFault, window: Window, optimizer: Optimizer) -> Violation:
+    def violation(self, fault: StepFault, window: StepGradients, optimizer: Optimizer) -> Violation:
         """Return the violation that a fault of a window is."""
         found = step_window(window, optimizer.index, window.columns)
         place = window.columns[-1].mark.place if window.columns else window.step.place
@@ -99,7 +101,7 @@ class Verdicts:
         where = str(place)
         return _in_jax_words(replace(violation, where=where))
 
-    def violate(self, fault: StepFault, window: Window, optimizer: Optimizer) -> None:
+    def violate(self, fault: StepFault, window: StepGradients, optimizer: Optimizer) -> None:
         """Add the violation that a fault of a window is."""
         self.found.append(self.violation(fault, window, optimizer))
 
@@ -231,7 +233,10 @@ class Verdicts:
             self._weighed[index] = self._of_weights(optimizer, windows, pending)
 
     def _of_weights(
-        self, optimizer: Optimizer, windows: Sequence[Window], pending: Sequence[WindowReadings]
+        self,
+        optimizer: Optimizer,
+        windows: Sequence[StepGradients],
+        pending: Sequence[WindowReadings],
     ) -> WeightVerdict:
         lengths = Counter(window.length for window in windows)
         typical = self.given or next((length for length, _ in lengths.most_common(1)), None)
@@ -295,7 +300,10 @@ class Verdicts:
                 weighed.unknown[opaque[0]] += 1
 
     def _note_shares(
-        self, windows: Sequence[Window], pending: Sequence[WindowReadings], weighed: WeightVerdict
+        self,
+        windows: Sequence[StepGradients],
+        pending: Sequence[WindowReadings],
+        weighed: WeightVerdict,
     ) -> None:
         """Note steps on one micro-batch with a share of its mean, as of a window of several."""
         for window, one in zip(windows, pending, strict=True):

@@ -167,7 +167,7 @@ class Step:
 
 
 @dataclass(eq=False)
-class Window:
+class StepGradients:
     """The gradients of a step.
 
     Attributes:
@@ -210,7 +210,7 @@ class Window:
         ]
 
 
-def is_of_earlier_step(window: Window, optimizer: Optimizer) -> bool:
+def is_of_earlier_step(window: StepGradients, optimizer: Optimizer) -> bool:
     """Return whether gradients are by parameters that the optimizer was given at an earlier step,
     and no longer has.
     """
@@ -382,7 +382,9 @@ class Optimizer:
     parameters: tuple[Vector, Vector] | None = None
 
 
-def explain(optimizer: Optimizer, step: Step, columns: list[Column]) -> Window | Stale | Unfitted:
+def explain(
+    optimizer: Optimizer, step: Step, columns: list[Column]
+) -> StepGradients | Stale | Unfitted:
     """Explain the gradient at a step by those that were computed since the last one.
 
     Args:
@@ -441,10 +443,12 @@ def _fit(step: Step, columns: Sequence[Column], *more: Vector) -> LinearCombinat
     )
 
 
-def _window(step: Step, columns: list[Column], found: LinearCombination) -> Window | Unfitted:
+def _window(
+    step: Step, columns: list[Column], found: LinearCombination
+) -> StepGradients | Unfitted:
     if found.tolerance > 0.02:
         return Unfitted("too-few-elements", ALIKE)
-    return Window(
+    return StepGradients(
         step,
         columns,
         found.found[: len(columns)],
@@ -452,7 +456,7 @@ def _window(step: Step, columns: list[Column], found: LinearCombination) -> Wind
     )
 
 
-def _shortest(step: Step, columns: list[Column]) -> Window | None:
+def _shortest(step: Step, columns: list[Column]) -> StepGradients | None:
     """Explain a gradient by columns of which some are combinations of others.
 
     All of them alike is tried first, then the shortest window at the end.
@@ -470,7 +474,7 @@ def _shortest(step: Step, columns: list[Column]) -> Window | None:
         )
         if short.is_exact and short.found[0]:
             coefficients = [short.found[0]] * len(some)
-            return Window(
+            return StepGradients(
                 step,
                 some,
                 coefficients,
@@ -479,7 +483,7 @@ def _shortest(step: Step, columns: list[Column]) -> Window | None:
     return None
 
 
-def _with_decay(step: Step, columns: list[Column]) -> Window | None:
+def _with_decay(step: Step, columns: list[Column]) -> StepGradients | None:
     """Explain a gradient to which a multiple of the parameters was added."""
     if step.parameters is None or len(step.parameters) != len(step.gradient):
         return None
@@ -488,7 +492,7 @@ def _with_decay(step: Step, columns: list[Column]) -> Window | None:
     tells = found.is_exact and found.is_told and not found.is_degenerate
     if not tells or not added or found.tolerance > 0.02:
         return None
-    return Window(
+    return StepGradients(
         step,
         columns,
         found.found[:-1],
@@ -521,13 +525,13 @@ def implicit_step(number: int, place: Place, columns: Sequence[Column], after: C
     )
 
 
-def is_uneven(window: Window) -> bool:
+def is_uneven(window: StepGradients) -> bool:
     """Return whether gradients have different coefficients in a window."""
     sizes = np.array([c for c in window.coefficients if c])
     return len(sizes) > 1 and not near(sizes, sizes.max(), window.tolerance)
 
 
-def norms_alike(window: Window) -> int:
+def norms_alike(window: StepGradients) -> int:
     """Return how many gradients were cut to the norm of another one before they were added up."""
     sizes = np.array([c for c in window.coefficients if c])
     norms = np.array([column.norm for column in window.used])
