@@ -20,7 +20,7 @@ from gradcheck_suite.auditing.jax.equations import (
     CUSTOM_VJP,
     Equation,
     Program,
-    ScanParts,
+    ScanOperands,
     Var,
     bind,
     flatten,
@@ -419,7 +419,7 @@ class LastIteration:
             values: the operands of the scan.
         """
         params = self.equation.params
-        parts = ScanParts.of(params)
+        parts = ScanOperands.of(params)
         fixed, carry, iterated = parts.cut(values)
         before = slice(1, None) if params["reverse"] else slice(None, -1)
         last = 0 if params["reverse"] else -1
@@ -542,7 +542,7 @@ def _reached_inside(turn: LastIteration, reached: set[Var]) -> set[Var]:
 
     What is carried may be reached through an earlier iteration alone.
     """
-    parts = ScanParts.of(turn.equation.params)
+    parts = ScanOperands.of(turn.equation.params)
     pairs = zip(turn.equation.ins, turn.body.inputs, strict=True)
     found = {inner for outer, inner in pairs if outer in reached}
     carried = parts.cut(turn.body.inputs)[1]

@@ -17,7 +17,7 @@ from jax.extend import core as jex
 from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec
 
-from gradcheck_suite.auditing.jax.equations import ScanParts, bind, called, opened, programs_in
+from gradcheck_suite.auditing.jax.equations import ScanOperands, bind, called, opened, programs_in
 from gradcheck_suite.auditing.jax.losses import UNMARKED, varying
 from gradcheck_suite.auditing.jax.marks import (
     MappedAxis,
@@ -260,7 +260,7 @@ class MarkedEvaluation:
     def _scan(
         self, params: Any, values: list[Any], marks: Sequence[Mark]
     ) -> tuple[list[Any], list[KeptMarks]]:
-        parts = ScanParts.of(params)
+        parts = ScanOperands.of(params)
         length = params["length"]
         reverse = params["reverse"]
         fixed, carry, iterated = parts.cut(values)
