@@ -39,7 +39,7 @@ class StatisticFault:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _StatisticsUpdate:
     """A step of a running statistic.
 
     Attributes:
@@ -63,7 +63,7 @@ class _Step:
         return (1 - share) * self.before + share * batch
 
 
-def _other_momenta(step: _Step) -> list[float]:
+def _other_momenta(step: _StatisticsUpdate) -> list[float]:
     return [m for m in MOMENTA if m != step.momentum]
 
 
@@ -132,7 +132,7 @@ def statistic_faults(sides: Sides, allowed: float) -> Iterator[StatisticFault]:
             continue
         step = _step_of(sides, name, before, value)
 
-        def fits(one: Alteration, step: _Step = step) -> Explanation[Alteration] | None:
+        def fits(one: Alteration, step: _StatisticsUpdate = step) -> Explanation[Alteration] | None:
             return Explanation(one) if _nearest(one.make(step), extras) <= allowed else None
 
         own = name.rpartition(".")[2]
@@ -149,14 +149,14 @@ def _nearest(value: Array, extras: Sequence[Array]) -> float:
     return min((error(e.reshape(value.shape), value) for e in alike), default=float("inf"))
 
 
-def _step_of(sides: Sides, name: str, before: Array, after: Array) -> _Step:
+def _step_of(sides: Sides, name: str, before: Array, after: Array) -> _StatisticsUpdate:
     part = sides.pair.module.get_submodule(name.rpartition(".")[0])
     momentum = getattr(part, "momentum", None) or 0.1
     # solved for what the batch must have been: old and new value are known
     batch = (after - (1 - momentum) * before) / momentum
     count = _count(sides, name, part)
     biased = batch * (count - 1) / count
-    return _Step(
+    return _StatisticsUpdate(
         before,
         batch,
         biased,
