@@ -485,7 +485,7 @@ class GradDifference:
     ratio: float = 0.0
 
 
-def compare(
+def compare_grad(
     observed: Mapping[int, torch.Tensor],
     total: AccumulatedGradient,
     factor: float,
@@ -811,7 +811,7 @@ def _computed(
 ) -> tuple[GradDifference, AccumulatedGradient, list[ReplayResult]]:
     """Return how `.grad` differs from the window that is computed again micro-batch by micro-batch."""
     total, replayed = by_micro_batch(parts, how)
-    found = compare(
+    found = compare_grad(
         asked.compared,
         total,
         asked.factor,
@@ -947,7 +947,7 @@ def _is_that_of_one_batch(
     whole = in_one_batch(parts)
     if whole is None or whole.gradients.keys().isdisjoint(asked.compared):
         return False
-    difference = compare(asked.compared, whole, asked.factor, lambda seed: whole)
+    difference = compare_grad(asked.compared, whole, asked.factor, lambda seed: whole)
     if difference.worst is not None and not asked.is_faulty:
         return False
     result.how = ONE_BATCH
@@ -1405,7 +1405,7 @@ def _refuse_difference(
         )
     _expect_reproducible(parts, replayed)
     twice = [by_micro_batch(parts, ReplayOptions(hooks=True, scale=1.0))[0] for _ in range(2)]
-    between = compare(twice[0].gradients, twice[1], 1.0, lambda seed: twice[1])
+    between = compare_grad(twice[0].gradients, twice[1], 1.0, lambda seed: twice[1])
     if between.worst is not None:
         raise NotReproducible(
             f"two more backward passes of the same calls give gradients that"
@@ -1446,7 +1446,7 @@ def _judge_own_terms(
         )
     if (
         not of_own
-        or compare(asked.observed, linear, asked.factor, lambda seed: linear).worst is not None
+        or compare_grad(asked.observed, linear, asked.factor, lambda seed: linear).worst is not None
     ):
         return False
     injected = [

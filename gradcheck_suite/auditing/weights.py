@@ -172,7 +172,7 @@ def with_common_sign(weights: Sequence[float]) -> list[float]:
 
 
 @np.errstate(all="ignore")
-def compare(parts: Sequence[LossInWindow], key: Key = ()) -> ComparedObjective:
+def compare_terms(parts: Sequence[LossInWindow], key: Key = ()) -> ComparedObjective:
     """Compare the terms of one objective: the same weight at some level, else whether counts make
     them unequal.
     """
@@ -437,7 +437,7 @@ def _in_modes(
         if len(columns) != 1 or 0 in columns:
             continue
         found[mode] = [
-            compare(
+            compare_terms(
                 [
                     LossInWindow(
                         s,
@@ -486,7 +486,7 @@ def _of_heads(
     """Return the terms of a batch as heads of a detector, some without items in some passes: each
     may be a mean of its own.
     """
-    of_all = compare(every, first.key)
+    of_all = compare_terms(every, first.key)
     if of_all.named and of_all.named.name == MEAN_OF_MEANS:
         return [of_all]
     # they may be terms of several losses, of which some micro-batches have more than others
@@ -534,7 +534,7 @@ def _together(several: Sequence[ComparedObjective]) -> ComparedObjective | None:
     if len({part.source for part in parts}) != len(parts):
         return None
     place = min((one.place for one in several), key=str)
-    return compare(parts, (place, several[0].key[1], ACROSS_SITES, 0))
+    return compare_terms(parts, (place, several[0].key[1], ACROSS_SITES, 0))
 
 
 def best_modes(readings: Sequence[Sequence[Reading]]) -> dict[Key, list[str]]:
