@@ -285,7 +285,7 @@ class RankReader:
                 self._found.events.append(entry)
 
 
-def read(ranks: Ranks, rank: int) -> RankFile:
+def read_ranks(ranks: Ranks, rank: int) -> RankFile:
     """Return what a rank has written so far."""
     return RankReader(ranks, rank).read()
 
@@ -328,7 +328,7 @@ def gather(
 
 def died_before(ranks: Ranks) -> bool:
     """Whether every rank before this one has died."""
-    files = [read(ranks, rank) for rank in range(ranks.rank)]
+    files = [read_ranks(ranks, rank) for rank in range(ranks.rank)]
     return all(f.end is None and f.is_open is False for f in files)
 
 

@@ -786,7 +786,9 @@ class RunJudge:
         tasks = self._tasks_of(window)
         read_joined(window.passes, used)
         scaled = [{source: c * f / scale for source, c in used.items()} for f in factors]
-        readings = [reading_weights.read(window.passes, one, tasks, window.error) for one in scaled]
+        readings = [
+            reading_weights.read_terms(window.passes, one, tasks, window.error) for one in scaled
+        ]
         return WindowReadings(
             window,
             used,

@@ -58,7 +58,7 @@ from gradcheck_suite.auditing.module_calls import (
 )
 from gradcheck_suite.auditing.program_state import NotRecomputed
 from gradcheck_suite.auditing.recorder import ActivePass
-from gradcheck_suite.auditing.samples import Fingerprint, is_same, read, sample
+from gradcheck_suite.auditing.samples import Fingerprint, is_same, read_samples, sample
 from gradcheck_suite.auditing.vectors import ELEMENTS, PROJECTIONS, Vector, distance, size
 from gradcheck_suite.core.comparison import (
     DRAWS,
@@ -412,7 +412,7 @@ OUTPUT_DRAWS = 16
 
 
 def _distance(recorded: Any, output: torch.Tensor) -> float:
-    then, now = read([recorded, sample(output, whole=True)])
+    then, now = read_samples([recorded, sample(output, whole=True)])
     # outputs that are not finite at the same places are the same there
     same = (then == now) | (np.isnan(then) & np.isnan(now))
     return distance(np.where(same, 0.0, now), np.where(same, 0.0, then))
@@ -1005,7 +1005,7 @@ def _holds_in_turn(
     if any(map(_lost_by, parts, replayed)):
         return False
     keys = sorted(compared)
-    samples = read([sample(total.gradients[key], whole=True) for key in keys])
+    samples = read_samples([sample(total.gradients[key], whole=True) for key in keys])
     for key, again in zip(keys, samples, strict=True):
         if _differs(turn, key, again, dtype_of(asked.observed[key])):
             return False

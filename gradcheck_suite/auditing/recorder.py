@@ -699,7 +699,7 @@ class Recorder:
 
     def _read_standing(self) -> None:
         """Note where something stood before the first pass that is known to reach a parameter."""
-        values = samples.read([*self._standing.values()])
+        values = samples.read_samples([*self._standing.values()])
         self._unseen |= {
             key for key, value in zip(self._standing, values, strict=True) if value.any()
         }
@@ -935,7 +935,7 @@ class Recorder:
         changes = list(chain.from_iterable(record.unread_hooks for record in passes))
         if not changes:
             return
-        values = samples.read(list(chain.from_iterable(one.raw for one in changes)))
+        values = samples.read_samples(list(chain.from_iterable(one.raw for one in changes)))
         for i, one in enumerate(changes):
             self._judge_hook(one, *values[3 * i : 3 * i + 3])
 
@@ -1292,7 +1292,7 @@ class Recorder:
             max(counts.values(), default=0),
         )
         if isinstance(one.then, np.ndarray) and isinstance(one.now, np.ndarray):
-            self._judge_hook(one, *samples.read(one.raw))
+            self._judge_hook(one, *samples.read_samples(one.raw))
         else:
             running.record.unread_hooks.append(one)
 
@@ -1403,7 +1403,7 @@ class Recorder:
     def _idle_ends(self, step: StepRecord) -> None:
         now = self._values(step.moved)
         then = [step.moved[key] for key in now]
-        values = samples.read([*now.values(), *then])
+        values = samples.read_samples([*now.values(), *then])
         with np.errstate(invalid="ignore"):
             for i, key in enumerate(now):
                 step.moved[key] = values[i] - values[len(now) + i]
@@ -1649,7 +1649,7 @@ def _near(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tens
     Waits once where they lie on a device.
     """
     found, _ = samples.BatchedSampler().taken(list(chain.from_iterable(pairs)), whole=False)
-    values = samples.read(found)
+    values = samples.read_samples(found)
     return [
         one
         for (one, _), now, then in zip(pairs, values[::2], values[1::2], strict=True)

@@ -23,7 +23,7 @@ from gradcheck_suite.auditing.samples import (
     Raw,
     fingerprint,
     is_same,
-    read,
+    read_samples,
 )
 from gradcheck_suite.auditing.vectors import distance
 
@@ -68,7 +68,7 @@ def _are_near(one: Sequence[Raw], other: Sequence[Raw], allowed: Sequence[float]
     """Return whether samples differ by no more than is allowed, relative to their sizes."""
     if len(one) != len(other):
         return False
-    values = read([*one, *other])
+    values = read_samples([*one, *other])
     pairs = zip(values[: len(one)], values[len(one) :], allowed, strict=True)
     # what is not finite is compared with nothing
     return not any(distance(now, then) > most for now, then, most in pairs)

@@ -534,7 +534,7 @@ def is_same(then: Fingerprint, now: Fingerprint) -> bool:
     """
     if isinstance(then, int) or isinstance(now, int):
         return isinstance(then, int) and isinstance(now, int) and then == now
-    one, other = read([then, now])
+    one, other = read_samples([then, now])
     return np.array_equal(one, other, equal_nan=True)
 
 
@@ -552,7 +552,7 @@ def is_shard(parameter: torch.Tensor) -> bool:
     return hasattr(parameter, "to_local") or getattr(parameter, "_fsdp_flattened", False)
 
 
-def read(samples: Sequence[Raw]) -> list[Vector]:
+def read_samples(samples: Sequence[Raw]) -> list[Vector]:
     """Return samples as arrays.
 
     Those that lie on a device are brought over together, which waits for it once.

@@ -399,7 +399,7 @@ def is_empty(term: Term) -> bool:
     )
 
 
-def read(
+def read_terms(
     passes: Mapping[int, BackwardPass],
     coefficients: Mapping[Source, float],
     tasks: Mapping[int, str],

@@ -45,7 +45,7 @@ from gradcheck_suite.bridge.op_table import (
 from gradcheck_suite.core.contract import Batch
 from gradcheck_suite.reference.programs import PROGRAMS, device
 from gradcheck_suite.run.functions import Forward, replaced_forwards
-from gradcheck_suite.run.instance import leaves, map_leaves
+from gradcheck_suite.run.instance import map_leaves, tensor_leaves
 
 
 def _after_token(lowering: Callable[..., Any]) -> Callable[..., Any]:
@@ -343,7 +343,7 @@ def arguments_of(model: nn.Module, batch: Batch) -> tuple[Arrays, Arrays, list[A
     with jax.default_device(device()):
         parameters = {name: to_array(p) for name, p in model.named_parameters()}
         buffers = {name: to_array(b) for name, b in model.named_buffers()}
-        return parameters, buffers, [to_array(t) for t in leaves(batch)]
+        return parameters, buffers, [to_array(t) for t in tensor_leaves(batch)]
 
 
 def lower(

@@ -22,7 +22,7 @@ from gradcheck_suite.judge.elements import place_of_the_fault
 from gradcheck_suite.judge.fitted_weights import diagnose_case
 from gradcheck_suite.judge.weights import Diagnosis, any_of, listed
 from gradcheck_suite.reference.large_batch import Reference, WindowReference, parameter_gradients
-from gradcheck_suite.run.instance import Instance, leaves, map_leaves, named_leaves, scaled
+from gradcheck_suite.run.instance import Instance, map_leaves, named_leaves, scaled, tensor_leaves
 from gradcheck_suite.run.losses import LateValues, LossCall, Losses, modes_of
 from gradcheck_suite.run.ranks import run_ranks
 from gradcheck_suite.run.runner import Outcome
@@ -466,7 +466,7 @@ def _owners_of_parts(
     at = 0
     for call in calls:
         given = dict(named_leaves(call.batch))
-        items = len(next(leaves(call.batch), ()))
+        items = len(next(tensor_leaves(call.batch), ()))
         while at < len(due) and not _equal(given, dict(named_leaves(part(*due[at], items)))):
             if instance.count(part(*due[at], 1)):
                 return None
@@ -490,7 +490,7 @@ def _changed_text(
             continue
         index = members[min(place, len(members) - 1)]
         own = yielded[index]
-        items = len(next(leaves(call.batch), ()))
+        items = len(next(tensor_leaves(call.batch), ()))
         due = plan.micro_batches[index]
         what = f"{items} items in place of {due}"
         if items == due:

@@ -152,16 +152,16 @@ def map_leaves(function: Callable[[torch.Tensor], Any], batch: Batch) -> Batch:
     return batch
 
 
-def leaves(batch: Batch) -> Iterator[torch.Tensor]:
+def tensor_leaves(batch: Batch) -> Iterator[torch.Tensor]:
     """Yield the tensors of a pytree."""
     if isinstance(batch, torch.Tensor):
         yield batch
     elif isinstance(batch, dict):
         for value in batch.values():
-            yield from leaves(value)
+            yield from tensor_leaves(value)
     elif isinstance(batch, list | tuple):
         for value in batch:
-            yield from leaves(value)
+            yield from tensor_leaves(value)
 
 
 def named_leaves(batch: Batch, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -201,7 +201,7 @@ class Items(Dataset[Any]):
         self._data = data
 
     def __len__(self) -> int:
-        return len(next(leaves(self._data)))
+        return len(next(tensor_leaves(self._data)))
 
     def __getitem__(self, index: int) -> Batch:
         return self.__getitems__([index])
@@ -331,8 +331,8 @@ class Pairs:
         """
         with torch.no_grad():
             x = model_input(self._loss, batch)
-        others = [leaf for leaf in leaves(batch) if leaf is not x]
-        if len(others) != 1 or len(others) == len(list(leaves(batch))):
+        others = [leaf for leaf in tensor_leaves(batch) if leaf is not x]
+        if len(others) != 1 or len(others) == len(list(tensor_leaves(batch))):
             return x, batch
         self._batch = batch
         self._target = others[0]
@@ -444,7 +444,7 @@ class Instance:
                     "Problem.count(batch) must return a number or a scalar tensor, got"
                     f" {type(counted).__name__}"
                 ) from None
-        return torch.tensor(float(len(next(leaves(batch)))), device=self.device, dtype=dtype)
+        return torch.tensor(float(len(next(tensor_leaves(batch)))), device=self.device, dtype=dtype)
 
     def batch(self, items: range, dtype: torch.dtype | None = None) -> Batch:
         """Return some of the items as one batch, floating-point tensors in `dtype` if given."""
@@ -597,7 +597,7 @@ def user_instance(case: Case, problem: Problem) -> Instance:
     data = map_leaves(
         lambda t: t.to(device, dtype) if t.is_floating_point() else t.to(device), given
     )
-    tensors = list(leaves(data))
+    tensors = list(tensor_leaves(data))
     if not tensors:
         raise UsageError(
             "Problem.batch must return tensors, in dicts, lists or tuples; got"

@@ -185,7 +185,7 @@ class StepObserver:
                 gradients,
                 self.values(),
                 sparse,
-                copied(loss),
+                copied_tensors(loss),
             )
         )
 
@@ -199,7 +199,7 @@ class StepObserver:
         groups = optimizer.param_groups
         return {
             "settings": [
-                copied({key: value for key, value in group.items() if key != "params"})
+                copied_tensors({key: value for key, value in group.items() if key != "params"})
                 for group in groups
             ],
             "groups": [
@@ -210,7 +210,7 @@ class StepObserver:
 
     def _state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return {
-            name: copied(optimizer.state[p])
+            name: copied_tensors(optimizer.state[p])
             for name, p in self.parameters.items()
             # the state is a defaultdict: reading an entry would make an empty one
             if p in optimizer.state
@@ -254,14 +254,14 @@ def dense_copy(gradient: torch.Tensor) -> torch.Tensor:
     return dense.to_dense().clone() if dense.is_sparse else dense.clone()
 
 
-def copied(value: Any) -> Any:
+def copied_tensors(value: Any) -> Any:
     """Return a copy of nested dicts, lists and tuples with copies of their tensors."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
-        return {name: copied(inner) for name, inner in value.items()}
+        return {name: copied_tensors(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(copied(inner) for inner in value)
+        return type(value)(copied_tensors(inner) for inner in value)
     return value
 
 

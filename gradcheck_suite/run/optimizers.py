@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.run.observer import Observation, copied, is_same, same_tree
+from gradcheck_suite.run.observer import Observation, copied_tensors, is_same, same_tree
 
 
 class NoOpOptimizer(torch.optim.Optimizer):
@@ -409,7 +409,7 @@ def stepped(
     parameters = {name: torch.nn.Parameter(first[name].clone()) for name in observation.gradients}
     optimizer = _made(make_optimizer, list(parameters.values()))
     optimizer.param_groups = [
-        {**copied(settings), "params": [parameters[name] for name in names]}
+        {**copied_tensors(settings), "params": [parameters[name] for name in names]}
         for settings, names in zip(observation.settings, observation.groups, strict=True)
     ]
     for group in optimizer.param_groups:
@@ -417,7 +417,7 @@ def stepped(
         if group.get("capturable") and all(p.is_cpu for p in group["params"]):
             group["capturable"] = False
     optimizer.state = defaultdict(
-        dict, {parameters[name]: copied(kept) for name, kept in state.items()}
+        dict, {parameters[name]: copied_tensors(kept) for name, kept in state.items()}
     )
     evaluations = iter(observation.evaluations)
 

@@ -33,7 +33,7 @@ from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT, Loop, Problem, is_
 from gradcheck_suite.core.frames import Owner, owner_of
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.loops.ranks import is_counted
-from gradcheck_suite.run.instance import Instance, as_changed, instance_of, leaves
+from gradcheck_suite.run.instance import Instance, as_changed, instance_of, tensor_leaves
 from gradcheck_suite.run.losses import LossRecorder
 from gradcheck_suite.run.observer import Evaluation, Observation, same_tree
 from gradcheck_suite.run.processes import (
@@ -846,7 +846,7 @@ class _Counting(TorchDispatchMode):
             given = (
                 args[1] if name.startswith(("_allgather_base", "_reduce_scatter_base")) else args[0]
             )
-            self._found[name, sum(t.numel() * t.element_size() for t in leaves(given))] += 1
+            self._found[name, sum(t.numel() * t.element_size() for t in tensor_leaves(given))] += 1
         return func(*args, **(kwargs or {}))
 
 

@@ -57,9 +57,9 @@ from gradcheck_suite.run.instance import (
     Pairs,
     epoch_of,
     instance_of,
-    leaves,
     loader_over,
     map_leaves,
+    tensor_leaves,
 )
 from gradcheck_suite.run.observer import StepObserver, recorded_calls, structure, structure_changes
 from gradcheck_suite.run.optimizers import (
@@ -565,7 +565,7 @@ def _generated(instance: Instance, sources: Sources) -> dict[str, Any]:
 
 def _users(problem: Problem, case: Case, sources: Sources) -> dict[str, Any]:
     """Return what stands for a user's problem in the template; it is imported from its place."""
-    sources.copy(map_leaves, leaves)
+    sources.copy(map_leaves, tensor_leaves)
     given = problem.count is not None
     return {
         "count": (

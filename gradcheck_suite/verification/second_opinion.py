@@ -29,7 +29,7 @@ from gradcheck_suite.reference.large_batch import (
     WindowReference,
     disagreement,
 )
-from gradcheck_suite.run.instance import leaves, map_leaves
+from gradcheck_suite.run.instance import map_leaves, tensor_leaves
 from gradcheck_suite.run.runner import run_loop
 
 Shapes = tuple[Any, ...]
@@ -219,7 +219,7 @@ def _shapes(model: torch.nn.Module, batch: Batch) -> Shapes:
     """Return what a program is specialised on: shapes, dtypes and the parts of the batch that are
     not tensors.
     """
-    data = tuple((tuple(t.shape), t.dtype) for t in leaves(batch))
+    data = tuple((tuple(t.shape), t.dtype) for t in tensor_leaves(batch))
     parameters = tuple(
         (name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()
     )

@@ -29,8 +29,8 @@ from gradcheck_suite.run.instance import (
     Instance,
     Items,
     generated_instance,
-    leaves,
     seeded,
+    tensor_leaves,
     user_instance,
 )
 from gradcheck_suite.run.optimizers import optimizer_of
@@ -244,7 +244,7 @@ def _calls(instance: Instance, model: torch.nn.Module, batch: Batch) -> Calls:
     handles = []
 
     def copied(values: Any) -> Values:
-        return [t.detach().clone() for t in leaves(values) if t.is_floating_point()]
+        return [t.detach().clone() for t in tensor_leaves(values) if t.is_floating_point()]
 
     for name, module in model.named_modules():
 
@@ -534,7 +534,7 @@ def _checked_loss(
         )
     value = float(loss.detach())
     if not math.isfinite(value):
-        items = len(next(leaves(batch)))
+        items = len(next(tensor_leaves(batch)))
         raise UsageError(
             f"{name}: the loss of {items} drawn items is {value}, so there is no gradient to"
             " compare; Problem.count must be 0 for items without valid targets"

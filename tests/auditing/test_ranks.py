@@ -26,7 +26,7 @@ from gradcheck_suite.auditing.context import (
     RankWriter,
     died_before,
     gather,
-    read,
+    read_ranks,
 )
 from gradcheck_suite.auditing.events import Gap
 from gradcheck_suite.auditing.terms import Reader
@@ -251,10 +251,10 @@ def test_a_rank_that_died_is_known_on_its_own_machine_alone(monkeypatch, tmp_pat
     first, second = (_place(monkeypatch, tmp_path, rank, 100, **PORT) for rank in range(2))
     RankWriter(first).end(End())
     running = RankWriter(second)
-    assert read(first, 1).is_open
+    assert read_ranks(first, 1).is_open
     assert not died_before(second)
     for host, known in ((socket.gethostname(), False), ("another", None)):
-        writer = replace(read(first, 1).writer, pid=2**22 + 1, host=host)
+        writer = replace(read_ranks(first, 1).writer, pid=2**22 + 1, host=host)
         assert RankFile(1, writer=writer).is_open is known
     running.end(End())
 

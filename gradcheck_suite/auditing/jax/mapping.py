@@ -140,7 +140,7 @@ def pending_of(window: StepGradients, optimizer: int) -> WindowReadings:
     """Return a window whose weights are to be judged."""
     found = step_window(window, optimizer, window.used)
     used = dict(found.coefficients[KEY])
-    reading = reading_weights.read(found.passes, used, {}, window.tolerance)
+    reading = reading_weights.read_terms(found.passes, used, {}, window.tolerance)
     return WindowReadings(
         found,
         used,
