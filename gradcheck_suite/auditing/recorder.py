@@ -63,7 +63,7 @@ from gradcheck_suite.auditing.places import (
     is_written_loss,
     live_instances,
     loop_here,
-    shown,
+    shown_path,
 )
 from gradcheck_suite.auditing.samples import Raw
 from gradcheck_suite.auditing.saved_values import Written, written_since
@@ -723,7 +723,7 @@ class Recorder:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             place = (  # given with or without its folder
-                f"{shown(frame.f_code.co_filename)}:{frame.f_lineno}"
+                f"{shown_path(frame.f_code.co_filename)}:{frame.f_lineno}"
             )
             expression = next(
                 (e for at, e in self._objectives.items() if (os.sep + place).endswith(os.sep + at)),

@@ -105,7 +105,7 @@ def run_of(plan: Plan, steps: Iterable[Vector]) -> HeldSteps:
     return HeldSteps(plan, [frozenset(held_by(plan, items)) for items in steps])
 
 
-def shown(run: HeldSteps) -> str:
+def held_text(run: HeldSteps) -> str:
     """Return what the steps held, in words; of many, those around the first that is wrong."""
     texts = [
         f"[{ranges_text(sorted(step))}]" if len(step) > SHOWN else str(sorted(step))
@@ -479,7 +479,7 @@ def _explained(instance: Instance, outcome: Outcome, runner: LoopRunner, asked: 
         # same from outside
         name = f"{name} or skipped-by-size"
         sentence = f"{sentence}; or: steps are skipped because gradients overflow"
-    details = f"; {shown(own)}" if own.held and len(own.held) == taken else ""
+    details = f"; {held_text(own)}" if own.held and len(own.held) == taken else ""
     return Diagnosis(name, asked + sentence + details, causes=found.causes)
 
 

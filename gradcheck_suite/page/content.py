@@ -303,7 +303,7 @@ class Report:
         return {tab: tab.capitalize() for tab in (*before, *last)}
 
 
-def shown(value: Cell) -> str:
+def cell_text(value: Cell) -> str:
     """Return a cell as text: numbers with three digits, nothing as a dash."""
     if value is None:
         return "-"

@@ -29,7 +29,7 @@ from gradcheck_suite.page.content import (
     Report,
     Section,
     Table,
-    shown,
+    cell_text,
 )
 from gradcheck_suite.page.violation import ViolationPage
 
@@ -327,7 +327,7 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters |= {"text": _plain, "cell": _cell, "code": _code}
     environment.globals |= {
-        "shown": shown,
+        "shown": cell_text,
         "static": static,
         "cell_class": cell_class,
         "is_number": _is_number,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
-from gradcheck_suite.auditing.places import is_users, shown
+from gradcheck_suite.auditing.places import is_users, shown_path
 
 CALLS = frozenset(
     {
@@ -260,7 +260,7 @@ def line_of(equation: Any) -> str:
     frames = () if trace is None else trace.frames
     line = ((f.file_name, f.line_num) for f in frames if is_users(f.file_name))
     found = next(line, None)
-    return "" if found is None else f"{shown(found[0])}:{found[1]}"
+    return "" if found is None else f"{shown_path(found[0])}:{found[1]}"
 
 
 def is_float(value: Any) -> bool:
