@@ -25,7 +25,7 @@ from gradcheck_suite.auditing.evidence import (
     Discards,
     History,
     WindowEvidence,
-    columns_of,
+    columns_where,
     evidence_of,
 )
 from gradcheck_suite.auditing.places import Loop, Place, lines_with
@@ -517,7 +517,7 @@ class RunJudge:
         window = evidence.window
         optimizer = window.optimizer
         told = np.flatnonzero(~evidence.null).tolist()
-        for site in {str(place) for place in evidence.places(columns_of(evidence.null))}:
+        for site in {str(place) for place in evidence.places(columns_where(evidence.null))}:
             said = "backward() computes gradients here that are all exactly 0"
             self._notes[finding("zero-gradient", said, site)] += 1
         for column in told:

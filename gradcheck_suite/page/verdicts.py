@@ -152,7 +152,7 @@ def _worst_of_each_place(
     rows: dict[str, dict[Place, Data]] = {}
     for data in datas:
         loop = str(data.get("loop", "?"))
-        place = place_of(data)
+        place = dtype_and_device(data)
         row = rows.setdefault(title if loop in together else loop, {})
         # one place has several verdicts: several optimizers, problems, or modes in one row
         if place not in row or _badness(data) > _badness(row[place]):
@@ -244,7 +244,7 @@ def share_text(ratio: float) -> str:
     return next((text for text in texts if ratio >= 1 or text != "1"), "almost 1")
 
 
-def place_of(data: Data) -> tuple[str, str]:
+def dtype_and_device(data: Data) -> tuple[str, str]:
     """Return the dtype and the device of a verdict."""
     return str(data.get("dtype", "?")), str(data.get("device", "?"))
 

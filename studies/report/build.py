@@ -114,7 +114,7 @@ def _where_all(datas: Sequence[Data]) -> str:
     """Return the dtypes in which every mode was verified, by device; empty if there are none."""
     modes: dict[tuple[str, str], set[str]] = {}
     for data in datas:
-        modes.setdefault(verdicts.place_of(data), set()).add(str(data["loop"]))
+        modes.setdefault(verdicts.dtype_and_device(data), set()).add(str(data["loop"]))
     most = max(len(mine) for mine in modes.values())
     devices: dict[str, list[str]] = {}
     for dtype, device in sorted(

@@ -254,7 +254,7 @@ class ScanOperands:
         return values[: self.fixed], values[self.fixed : end], values[end:]
 
 
-def line_of(equation: Any) -> str:
+def users_line_of(equation: Any) -> str:
     """Return `file:line` of the innermost frame of the user's at which an equation was traced."""
     trace = equation.source_info.traceback
     frames = () if trace is None else trace.frames
@@ -298,7 +298,7 @@ class _Flattener:
             return number
 
         for equation in jaxpr.eqns:
-            here = line_of(equation) or line
+            here = users_line_of(equation) or line
             results = self._equation(equation, [read(one) for one in equation.invars], here)
             values.update(zip(equation.outvars, results, strict=True))
         return [read(one) for one in jaxpr.outvars]

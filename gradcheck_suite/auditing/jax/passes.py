@@ -11,7 +11,7 @@ from gradcheck_suite.auditing.jax.windows import (
     MOST_OPEN,
     Column,
     StepGradients,
-    columns_of,
+    gradient_columns,
     is_same_point,
     mixes,
     select,
@@ -59,7 +59,7 @@ class OpenPasses:
     def read(self, event: MarkEvent) -> list[Column]:
         """Return the columns of a gradient that has just been computed."""
         self.number += 1
-        return columns_of(event, self.number)
+        return gradient_columns(event, self.number)
 
     def add(self, found: Sequence[Column]) -> None:
         """Keep the columns of a gradient."""

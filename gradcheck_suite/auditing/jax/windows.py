@@ -79,7 +79,7 @@ def _of_device(tree: Any, device: int | None) -> Any:
     return tree if device is None else jax.tree.map(lambda x: x[device], tree)
 
 
-def columns_of(event: MarkEvent, number: int) -> list[Column]:
+def gradient_columns(event: MarkEvent, number: int) -> list[Column]:
     """Return the gradients of a pass: one for each device, or one of all."""
     mark = event.mark
     assert isinstance(mark, PassMark)
