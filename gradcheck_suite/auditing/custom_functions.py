@@ -107,7 +107,7 @@ class FunctionReport:
 NOT_SEEN = "its backward was not checked, since no further call of it was seen"
 
 
-def judge_function(call: FunctionCall, *, accumulates: bool = True) -> FunctionReport:
+def judge_backward(call: FunctionCall, *, accumulates: bool = True) -> FunctionReport:
     """Judge the `backward` of a custom function at one call.
 
     The random numbers of the process are changed.

@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from gradcheck_suite.auditing.custom_functions import LEAST, FunctionReport, judge_function
+from gradcheck_suite.auditing.custom_functions import LEAST, FunctionReport, judge_backward
 from gradcheck_suite.auditing.function_calls import (
     CallsOfProgram,
     FunctionCall,
@@ -1518,7 +1518,7 @@ def _judge_functions(
     calls = list(chain.from_iterable(each.values() for each in found.values()))
     with quiet(), AsBefore(parts[0].forward.on):
         accumulates = len(asked.passes) > 1
-        verdicts = [judge_function(call, accumulates=accumulates) for call in calls]
+        verdicts = [judge_backward(call, accumulates=accumulates) for call in calls]
     verdicts += [FunctionReport(kind.__name__, note=NOT_CALLED) for kind in missed.values()]
     with contextlib.suppress(Exception):  # they cannot be called with copies
         verdicts += _written(parts, calls)
@@ -1604,7 +1604,7 @@ def judge_calls_of_program(
     if calls.has_calls:
         with quiet():
             accumulates = len(passes) > 1
-            verdicts = [judge_function(call, accumulates=accumulates) for call in calls.taken()]
+            verdicts = [judge_backward(call, accumulates=accumulates) for call in calls.taken()]
         blame_functions(verdicts, result, known)
     shown = set(chain.from_iterable(one.outside.functions for one in passes)) | of_calls
     new = {kind for kind in shown if not {kind, statement_of(kind)} & known}
