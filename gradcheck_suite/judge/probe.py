@@ -33,7 +33,7 @@ from gradcheck_suite.core.contract import (
 from gradcheck_suite.core.results import Weight
 from gradcheck_suite.judge.reruns import LoopRunner
 from gradcheck_suite.judge.weights import Weights, listed
-from gradcheck_suite.run.instance import Instance, Items, generated_instance, recounted, scaled
+from gradcheck_suite.run.instance import Instance, Items, generated_instance, recounted, scaled_loss
 from gradcheck_suite.run.runner import Outcome
 
 Count = Callable[[list[int]], float]
@@ -96,7 +96,7 @@ class WeightProbe:
         instance = generated_instance(case)
         if self.count is not None:
             instance = recounted(instance, self.count)
-        return scaled(instance, scale)
+        return scaled_loss(instance, scale)
 
     def run(
         self, runner: LoopRunner, *, scale: float = 1.0, slopes: Sequence[float] = ()

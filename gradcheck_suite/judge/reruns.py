@@ -22,7 +22,13 @@ from gradcheck_suite.judge.elements import place_of_the_fault
 from gradcheck_suite.judge.fitted_weights import diagnose_case
 from gradcheck_suite.judge.weights import Diagnosis, any_of, listed
 from gradcheck_suite.reference.large_batch import Reference, WindowReference, parameter_gradients
-from gradcheck_suite.run.instance import Instance, map_leaves, named_leaves, scaled, tensor_leaves
+from gradcheck_suite.run.instance import (
+    Instance,
+    map_leaves,
+    named_leaves,
+    scaled_loss,
+    tensor_leaves,
+)
 from gradcheck_suite.run.losses import LateValues, LossCall, Losses, modes_of
 from gradcheck_suite.run.ranks import run_ranks
 from gradcheck_suite.run.runner import Outcome
@@ -729,7 +735,7 @@ class Evidence:
     @cached_property
     def small(self) -> Vector | None:
         """(P,): the gradient at the step with a loss 2**-20 times as large."""
-        outcome = self.runner.run(scaled(self.instance, SMALL_SCALE))
+        outcome = self.runner.run(scaled_loss(self.instance, SMALL_SCALE))
         return (
             None if outcome is None else gradient_of_step(outcome, self.window.reference, self.step)
         )

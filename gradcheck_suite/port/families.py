@@ -434,7 +434,7 @@ def _left_out(search: CauseSearch, index: int) -> Iterator[Hypothesis]:
             made.dtype,
         ):
             words = f"without {call.label}"
-            cause = missing(call, i)
+            cause = left_out_call(call, i)
             if (
                 call.name.startswith("div")
                 and i == 0
@@ -466,7 +466,7 @@ def _is_reduction_of(search: CauseSearch, ref: Any, whole: Ref) -> bool:
     return any(whole in c.refs for c in near) and any(re.fullmatch(REDUCING, c.name) for c in near)
 
 
-def missing(call: OperationCall, kept: int) -> str:
+def left_out_call(call: OperationCall, kept: int) -> str:
     """Return the cause of a call that is left out, of which one operand is kept."""
     name = call.name.rstrip("_")
     if is_activation(call):
@@ -849,7 +849,7 @@ def _why_taken(search: CauseSearch, place: int, ref: Ref, other: Ref) -> str:
         if isinstance(producer, int):
             read = chain.from_iterable(map(search.matching.sources, calls[producer].refs))
             if other.kind in {s.kind for s in read}:
-                return missing(calls[producer], 0)
+                return left_out_call(calls[producer], 0)
     return "other-value"
 
 
@@ -861,7 +861,7 @@ def _why_given(search: CauseSearch, place: int, ref: Ref, other: Ref) -> str:
         names = {calls[k].name.rstrip("_") for k in left_out}
         if {"sub", "div"} <= names or {"sub", "mul"} <= names:
             return "missing-norm"
-        return missing(calls[left_out[0]], 0)
+        return left_out_call(calls[left_out[0]], 0)
     return "other-value" if other.kind == "state" else "other-input"
 
 

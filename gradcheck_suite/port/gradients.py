@@ -19,7 +19,7 @@ from gradcheck_suite.port.matching import array, only_moves
 from gradcheck_suite.port.mistakes import is_activation
 from gradcheck_suite.port.number_sets import Array, Numbers
 from gradcheck_suite.port.own_functions import OwnFunction
-from gradcheck_suite.port.search import ALIKE, Repairs, repeated
+from gradcheck_suite.port.search import ALIKE, Repairs, at_every_call
 from gradcheck_suite.port.sides import RESOLUTION, Point, Sides, input_name
 from gradcheck_suite.port.torch_program import (
     Change,
@@ -223,7 +223,7 @@ def _candidates(
     at_calls = chain.from_iterable(_at_call(program, run, index) for index in frontier)
     for hypothesis in chain(_with_more(program), at_calls):
         scopes = [hypothesis.changes]
-        scopes += [repeated(program, hypothesis, alike) for alike in ALIKE[-2:]]
+        scopes += [at_every_call(program, hypothesis, alike) for alike in ALIKE[-2:]]
         for changes in {tuple(changes): changes for changes in scopes}.values():
             at = hypothesis.at
             if len(changes) > len(hypothesis.changes):

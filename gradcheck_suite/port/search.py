@@ -453,7 +453,7 @@ class CauseSearch:
         for alike in ALIKE:
             if best.error <= self.close:
                 return best
-            changes = repeated(self.program, found.hypothesis, alike)
+            changes = at_every_call(self.program, found.hypothesis, alike)
             if changes.keys() in tried:
                 continue
             tried.append(set(changes))
@@ -656,7 +656,7 @@ ALIKE: tuple[Alike, ...] = (
 """What calls of one line have in common where the same change is made at all of them."""
 
 
-def repeated(
+def at_every_call(
     program: TorchProgram, hypothesis: Hypothesis, alike: Alike = _role
 ) -> dict[int, Change]:
     """Return the changes of a hypothesis, made at all calls of their line that have something in

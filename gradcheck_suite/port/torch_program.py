@@ -23,7 +23,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from gradcheck_suite.port.own_functions import CHECKPOINTED, Given, OwnFunction, noted
+from gradcheck_suite.port.own_functions import CHECKPOINTED, Given, OwnFunction, watched_calls
 from gradcheck_suite.port.pair import default_dtype, first_of_author, flat_output, without_low
 from gradcheck_suite.run.modes import Mode
 
@@ -537,7 +537,7 @@ class TorchProgram:
             stack.enter_context(self._modules(module))
             stack.enter_context(default_dtype())
             stack.enter_context(_attention_in_steps(self._recorder))
-            stack.enter_context(noted(self._recorder.function))
+            stack.enter_context(watched_calls(self._recorder.function))
             stack.enter_context(self._recorder)
             out = module(*arguments, **pytree.tree_map(as_tensor, dict(kwargs)))
             self._recorder.stack.append(LOSS)

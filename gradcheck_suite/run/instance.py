@@ -179,7 +179,7 @@ def to_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
     return map_leaves(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
 
 
-def repeated(data: Batch, distinct: int) -> Batch:
+def in_turns(data: Batch, distinct: int) -> Batch:
     """Return items of which the first few repeat in turn.
 
     The items as they are where `distinct` is 0.
@@ -489,7 +489,7 @@ class Instance:
         )
 
 
-def scaled(instance: Instance, factor: float) -> Instance:
+def scaled_loss(instance: Instance, factor: float) -> Instance:
     """Return an instance whose loss is so many times as large."""
     problem = instance.problem
     larger = replace(problem, loss=lambda model, batch: factor * problem.loss(model, batch))
@@ -528,7 +528,7 @@ def as_changed(instance: Instance, scale: float, item_counts: Sequence[float] | 
     if item_counts is not None:
         counts = item_counts
         instance = recounted(instance, lambda indices: float(sum(counts[i] for i in indices)))
-    return instance if scale == 1.0 else scaled(instance, scale)
+    return instance if scale == 1.0 else scaled_loss(instance, scale)
 
 
 def instance_of(case: Case, problem: Problem | None) -> Instance:
@@ -572,7 +572,7 @@ def generated_instance(case: Case) -> Instance:
         reduction=spec.loss.reduction,
         count=lambda batch: kind.count(loss.o, batch),
     )
-    data = repeated(rounded, case.distinct_items)
+    data = in_turns(rounded, case.distinct_items)
     arrays = {
         n: t.to(torch.float64).numpy() if t.is_floating_point() else t.numpy()
         for n, t in data.items()
@@ -610,7 +610,7 @@ def user_instance(case: Case, problem: Problem) -> Instance:
                 f" got one of shape {tuple(tensor.shape)}: slice or draw every tensor to the item"
                 " count asked for, and pad items of different lengths to one tensor"
             )
-    data = repeated(data, case.distinct_items)
+    data = in_turns(data, case.distinct_items)
     return Instance(
         case=case,
         problem=problem,
