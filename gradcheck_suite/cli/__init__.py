@@ -83,7 +83,8 @@ class CommandLine:
         """Return the end of a command's help: examples, and what its exit statuses mean."""
         row = self.commands[command]
         statuses = aligned(
-            (str(status), meaning) for status, meaning in exit_status.meanings(row.meanings).items()
+            (str(status), meaning)
+            for status, meaning in exit_status.status_meanings(row.meanings).items()
         )
         examples = (f"  {self.name} {line}" for line in row.examples)
         return "\n".join(

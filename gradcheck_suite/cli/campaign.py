@@ -123,7 +123,7 @@ def blocks(total: int, size: int) -> list[int]:
 
 def _cut_verify(asked: argparse.Namespace) -> list[Shard]:
     """Cut by loop and by block of cases; the i-th block has the i-th seed."""
-    from gradcheck_suite.cli.verify import modes_of
+    from gradcheck_suite.cli.verify import reset_modes_of
     from gradcheck_suite.loops.jax_modes import JAX_MODES
 
     if asked.stop_on_violation or asked.html is not None:
@@ -140,7 +140,7 @@ def _cut_verify(asked: argparse.Namespace) -> list[Shard]:
         of_jax = asked.framework == "jax" or loop in JAX_MODES
         return int(asked.examples or BY_FRAMEWORK["jax" if of_jax else "torch"][0])
 
-    loops = asked.loops or modes_of(asked.framework, asked.ranks)
+    loops = asked.loops or reset_modes_of(asked.framework, asked.ranks)
     shards: list[Shard] = []
     for loop in loops:
         shards += shards_of(loop, examples(loop), asked.seed, options)
@@ -307,7 +307,7 @@ def line(result: Json) -> str:
     return f"{result['loop']}  {verdict}  {result['cases']:,} cases{more}"
 
 
-def status_of(results: Sequence[Json], *, violated: bool = False) -> int:
+def campaign_status(results: Sequence[Json], *, violated: bool = False) -> int:
     """Return the exit status of a campaign.
 
     Args:
@@ -325,7 +325,7 @@ def _found_by_verify(campaign: Campaign, shards: Shards) -> CampaignResult:
     return CampaignResult(
         {"results": results},
         list(map(line, results)),
-        status_of(results),
+        campaign_status(results),
         ("verify",),
     )
 

@@ -657,7 +657,7 @@ def _list(ranks: int) -> int:
     return exit_status.HOLDS
 
 
-def modes_of(framework: str | None, ranks: int) -> dict[str, Loop]:
+def reset_modes_of(framework: str | None, ranks: int) -> dict[str, Loop]:
     """Return the reset modes of a framework, `"torch"`, `"jax"` or `"all"`, or those for several
     ranks.
     """
@@ -687,9 +687,9 @@ def _subjects(arguments: argparse.Namespace, options: VerifyOptions) -> list[Sub
     ):
         raise UsageError(f"{over_ranks} trains on several ranks: give --ranks 2, 3 or 4")
     problem = None if arguments.problem is None else resolve_problem(arguments.problem)
-    loops = {text: resolve_loop(text, arguments.framework) for text in arguments.loops} or modes_of(
-        arguments.framework, options.ranks
-    )
+    loops = {
+        text: resolve_loop(text, arguments.framework) for text in arguments.loops
+    } or reset_modes_of(arguments.framework, options.ranks)
     note_untested_trainers(loops)
     for name, loop in loops.items():
         try:

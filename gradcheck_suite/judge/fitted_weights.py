@@ -22,7 +22,7 @@ import torch
 from gradcheck_suite.core.comparison import Comparison, Vector, beyond, within
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.judge.elements import diagnose_elements, with_second_names, wrong_and_right
-from gradcheck_suite.judge.naming import constant_meaning, diagnose, meanings, names_nothing
+from gradcheck_suite.judge.naming import constant_meaning, diagnose, factor_meanings, names_nothing
 from gradcheck_suite.judge.weights import Diagnosis, Weights, any_of, trial_weights
 from gradcheck_suite.reference.large_batch import Gradients, WindowReference, gradients_of
 from gradcheck_suite.run.instance import Instance, seeded
@@ -570,4 +570,4 @@ def _is_named(weights: Weights, read: Sequence[int]) -> bool:
     """Whether the only micro-batch that is read is right up to a factor that the run itself has."""
     (only,) = read
     factor = float(weights.observed[only] / weights.expected)
-    return bool(meanings([weights]) or any(constant_meaning(factor)))
+    return bool(factor_meanings([weights]) or any(constant_meaning(factor)))

@@ -877,7 +877,7 @@ def _miscounts(w: Weights) -> Beside:
         yield f"its micro-batches times that of its {word} micro-batch", times_n, "equal-counts", 2
 
 
-def meanings(wrong: Steps, right: Steps = ()) -> list[tuple[str, str]]:
+def factor_meanings(wrong: Steps, right: Steps = ()) -> list[tuple[str, str]]:
     """Return what the factor of each wrong step is, in words, and the cause; no more than three.
 
     Args:
@@ -938,7 +938,7 @@ def _scale(steps: Steps) -> tuple[bool, Text, tuple[str, ...]]:
     constant = wrong[0].close(ratios, ratios[0])
     meaning, cause = constant_meaning(ratios[0]) if constant else ("", "")
     power = _power_of_steps(wrong, ratios)
-    found = meanings(wrong, right)
+    found = factor_meanings(wrong, right)
     added = _added_to_counts(wrong, ratios)
     causes: tuple[str, ...]
     if meaning:

@@ -29,7 +29,7 @@ from gradcheck_suite.run.instance import (
     scaled_loss,
     tensor_leaves,
 )
-from gradcheck_suite.run.losses import LateValues, LossCall, Losses, modes_of
+from gradcheck_suite.run.losses import LateValues, LossCall, Losses, train_modes
 from gradcheck_suite.run.ranks import run_ranks
 from gradcheck_suite.run.runner import Outcome
 
@@ -305,7 +305,7 @@ def _completed(
         call,
         batch=map_leaves(lambda t: given.get(next(names), t), own),
         parameters={name: p.detach() for name, p in right.named_parameters()},
-        training=modes_of(right),
+        training=train_modes(right),
     )
 
 
@@ -315,7 +315,7 @@ def _differences(
     """Yield the diagnosis of each input that is not the contract's, and the calls with it
     corrected.
     """
-    right = modes_of(model)
+    right = train_modes(model)
     if any(call.training != right for call in calls):
         yield (
             Diagnosis("wrong-mode", _mode_text(calls)),

@@ -156,7 +156,7 @@ class LossRecorder:
             self._steps,
             map_leaves(lambda t: t.detach().clone(), batch),
             {name: p.detach().clone() for name, p in read.named_parameters()},
-            modes_of(read),
+            train_modes(read),
             (batch, dict(read.named_parameters())),
             rank=self._rank,
         )
@@ -167,6 +167,6 @@ class LossRecorder:
         return loss
 
 
-def modes_of(model: torch.nn.Module) -> dict[str, bool]:
+def train_modes(model: torch.nn.Module) -> dict[str, bool]:
     """Return whether each module is in train mode, by name."""
     return {name: module.training for name, module in model.named_modules()}

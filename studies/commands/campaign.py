@@ -16,10 +16,10 @@ from gradcheck_suite.cli.campaign import (
     CampaignKind,
     CampaignResult,
     blocks,
+    campaign_status,
     line,
     results_of,
     shards_of,
-    status_of,
 )
 from gradcheck_suite.cli.shards import Shard, Shards
 from studies.commands import PROGRAM
@@ -102,7 +102,7 @@ def _found_by_zoo(campaign: Campaign, shards: Shards) -> CampaignResult:
     lines += [f"sound loop {line(result)}" for result in results]
     failing = any(shards.status(n) == exit_status.VIOLATED for n in numbers)
     whole = (RECORDS["zoo"], data) if not campaign.asked.bugs else None
-    return CampaignResult(data, lines, status_of(results, violated=failing), record=whole)
+    return CampaignResult(data, lines, campaign_status(results, violated=failing), record=whole)
 
 
 def _found_by_calibrate(campaign: Campaign, shards: Shards) -> CampaignResult:
