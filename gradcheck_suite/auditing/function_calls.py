@@ -20,7 +20,7 @@ import torch
 
 from gradcheck_suite.auditing.modes import Apart
 from gradcheck_suite.auditing.places import is_users
-from gradcheck_suite.auditing.program_state import PLAIN, RandomState, names_of
+from gradcheck_suite.auditing.program_state import PLAIN, RandomState, names_in_code
 from gradcheck_suite.auditing.samples import is_plain
 from gradcheck_suite.auditing.saved_values import saved_tensors
 from gradcheck_suite.run.functions import Forward, replaced_forwards, replaced_method
@@ -288,7 +288,7 @@ def _below(value: Any) -> Iterable[Any]:
         with contextlib.suppress(ValueError):
             found.append(cell.cell_contents)
     if is_users(value.__code__.co_filename):
-        names = names_of(value.__code__) & value.__globals__.keys()
+        names = names_in_code(value.__code__) & value.__globals__.keys()
         found += [value.__globals__[name] for name in names]
     return found
 

@@ -60,7 +60,7 @@ from gradcheck_suite.auditing.weighing import (
     read_joined,
     violation_of,
 )
-from gradcheck_suite.core.faults import over_ranks
+from gradcheck_suite.core.faults import remedy_over_ranks
 from gradcheck_suite.core.findings import Occurrence, finding
 from gradcheck_suite.core.results import Unknown, Violation
 from gradcheck_suite.core.text import MOST_NAMES, counted, listed
@@ -288,7 +288,7 @@ class RunJudge:
             )
             first = _first(ones)
             if self._ranks > 1:
-                said = over_ranks(first.explanation, first.diagnosis)
+                said = remedy_over_ranks(first.explanation, first.diagnosis)
                 first = replace(first, explanation=said)
             united.append(replace(first, occurrences=_number(of_steps), gradient_error=error))
         return sorted(united, key=_order)

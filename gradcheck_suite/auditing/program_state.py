@@ -318,7 +318,7 @@ class ProgramState:
             self._walk_globals(function)
 
     def _walk_globals(self, function: types.FunctionType) -> None:
-        names = names_of(function.__code__)
+        names = names_in_code(function.__code__)
         scopes = {id(function.__globals__): function.__globals__}
         waiting = list(scopes.values())
         while waiting:
@@ -379,10 +379,10 @@ def _set_slot(slot: types.MemberDescriptorType, value: Any, held: tuple[Any, ...
         slot.__delete__(value)
 
 
-def names_of(code: types.CodeType) -> set[str]:
+def names_in_code(code: types.CodeType) -> set[str]:
     """Return the names that a function's code reads or writes, those of functions inside of it too."""
     inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return set(code.co_names).union(*map(names_of, inner))
+    return set(code.co_names).union(*map(names_in_code, inner))
 
 
 def _state_of(generator: Any) -> tuple[Any, ...]:

@@ -127,7 +127,7 @@ class RecordedCall:
     weight: float = 1.0
 
 
-def parts_of(
+def recorded_calls(
     passes: Sequence[ActivePass], weights: Sequence[float], unseen: str = UNSEEN
 ) -> list[RecordedCall]:
     """Return the recorded calls of a window.
@@ -843,7 +843,7 @@ def _common_modes(
 
 
 def _compute(asked: RecomputeRequest, result: RecomputeResult) -> None:
-    received = parts_of(asked.passes, asked.weights, asked.unseen(asked.observed))
+    received = recorded_calls(asked.passes, asked.weights, asked.unseen(asked.observed))
     modes = _common_modes(received, asked.passes)
     if asked.turn is not None and not modes and _holds_in_turn(asked, asked.turn, received, result):
         return

@@ -377,14 +377,14 @@ UNKNOWN = "unknown"
 """The name of a cause that was not found."""
 
 
-def parts_of(name: str) -> list[str]:
+def causes_of(name: str) -> list[str]:
     """Return the causes of a name of the form `a and b`."""
     return name.split(" and ")
 
 
 def is_cause(name: str) -> bool:
     """Return whether a name is that of a cause, or of several."""
-    return all(part in CAUSES for part in parts_of(name))
+    return all(part in CAUSES for part in causes_of(name))
 
 
 def meaning(name: str) -> str:
@@ -398,4 +398,4 @@ def remedy(name: str) -> str:
 
 
 def _known(name: str) -> list[Cause]:
-    return [CAUSES[part] for part in parts_of(name) if part in CAUSES and part != UNKNOWN]
+    return [CAUSES[part] for part in causes_of(name) if part in CAUSES and part != UNKNOWN]

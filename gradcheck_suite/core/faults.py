@@ -824,7 +824,7 @@ def remedy_of(
     return ". ".join(["; or ".join(found), *of_library])
 
 
-def over_ranks(explanation: str, diagnosis: str) -> str:
+def remedy_over_ranks(explanation: str, diagnosis: str) -> str:
     """Return an explanation with what its remedy says where there are several ranks or devices."""
     for name in diagnosis.split(" or "):
         if name in FAULTS and (remedy := FAULTS[name].remedy).ranks:
@@ -836,7 +836,7 @@ FIX = ". Fix: "
 """Stands in an explanation between what the loop did and what to do."""
 
 
-def noted(explanation: str, note: str) -> str:
+def with_note(explanation: str, note: str) -> str:
     """Return an explanation with a note at the end of what the loop did, before what to do."""
     sentence, fix, remedy = explanation.partition(FIX)
     return f"{sentence} ({note}){fix}{remedy}"

@@ -23,7 +23,7 @@ from gradcheck_suite.core.comparison import (
     quick_bound,
 )
 from gradcheck_suite.core.contract import EDITS_PARAMETERS, EDITS_SETTINGS
-from gradcheck_suite.core.faults import is_of_weights, noted
+from gradcheck_suite.core.faults import is_of_weights, with_note
 from gradcheck_suite.core.results import Verdict, Violation, ViolationKind
 from gradcheck_suite.judge.fitted_weights import diagnose_case
 from gradcheck_suite.judge.gradient import explain_gradient, explain_missing, explain_probe
@@ -576,7 +576,9 @@ class RunJudge:
                     if call and self.runner:
                         found = replace(
                             found,
-                            explanation=noted(found.explanation, OF_A_LATER_CALL.format(call + 1)),
+                            explanation=with_note(
+                                found.explanation, OF_A_LATER_CALL.format(call + 1)
+                            ),
                         )
                     return Verdict(case, found, ratio=ratio)
                 if isinstance(found, _Finding):
@@ -799,7 +801,9 @@ class RunJudge:
         if not swallowed or not named.name:
             return explanation
         times = "once" if len(swallowed) == 1 else f"{len(swallowed)} times"
-        return noted(explanation, f"the loss raised {times}, and the loop went on: {swallowed[0]}")
+        return with_note(
+            explanation, f"the loss raised {times}, and the loop went on: {swallowed[0]}"
+        )
 
     def _on_probe(self) -> tuple[Violation | None, float]:
         """Return the violation of a loop on a weight probe, and the largest error over bound where

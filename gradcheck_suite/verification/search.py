@@ -47,7 +47,7 @@ from gradcheck_suite.core.contract import (
     dealt_to_ranks,
     is_jax,
 )
-from gradcheck_suite.core.faults import is_general, is_of_weights, names_of, noted
+from gradcheck_suite.core.faults import is_general, is_of_weights, names_of, with_note
 from gradcheck_suite.core.options import ChosenOptions
 from gradcheck_suite.core.results import Verdict, Violation, is_endless
 from gradcheck_suite.errors import UsageError
@@ -495,7 +495,7 @@ def more_specific(first: Violation, smallest: Violation) -> Violation:
     return replace(
         smallest,
         diagnosis=first.diagnosis,
-        explanation=noted(first.explanation, f"named on a larger case, {first.case.plan!r}"),
+        explanation=with_note(first.explanation, f"named on a larger case, {first.case.plan!r}"),
         details=(*smallest.details, note),
     )
 
