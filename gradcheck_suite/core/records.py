@@ -264,7 +264,7 @@ class RecordKind:
         return sources_digest(self.code)
 
 
-def run_of(data: Data) -> tuple[str, int]:
+def audited_script(data: Data) -> tuple[str, int]:
     """Return an audited script with its arguments, and the number of its ranks."""
     command = [str(data["loop"]), *data.get("arguments", ())]
     return " ".join(command), int(data.get("ranks") or 1)
@@ -277,7 +277,7 @@ KINDS = {
         RecordKind(
             "verify", (*JUDGING, *LOOPS), ("loop", "dtype", "device", "optimizer", "problem")
         ),
-        RecordKind("audit", (*JUDGING, "auditing"), run_of),
+        RecordKind("audit", (*JUDGING, "auditing"), audited_script),
         RecordKind("trainer", (*JUDGING, "loops/trainers"), ("trainer", "version", "question")),
     )
 }

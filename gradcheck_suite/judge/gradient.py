@@ -53,7 +53,7 @@ from gradcheck_suite.judge.sizes import (
     is_linear,
     size_text,
 )
-from gradcheck_suite.judge.steps import named, run_of
+from gradcheck_suite.judge.steps import held_steps, named
 from gradcheck_suite.judge.weights import (
     WHILE_RIGHT,
     Diagnosis,
@@ -401,7 +401,7 @@ def _separated(runner: LoopRunner, read: StepReading) -> Separation:
         return replace(first, found=found)
     if not miscounted:
         return replace(first, elsewhere=other)
-    own = run_of(read.probe.plan, read.run.steps)
+    own = held_steps(read.probe.plan, read.run.steps)
     # steps that hold what they should have wrong weights for another reason
     return first if own.held == own.right else replace(first, found=_by_steps(second))
 
@@ -427,7 +427,7 @@ def _by_steps(run: ProbeRun) -> Diagnosis | None:
     one under another.
     """
     plan = run.probe.plan
-    found = named([run_of(plan, run.steps)], plan)
+    found = named([held_steps(plan, run.steps)], plan)
     if found is None or found.name == "never-stepped":
         return None
     sentence = (

@@ -98,7 +98,7 @@ class HeldSteps:
         return steps if exact else []
 
 
-def run_of(plan: Plan, steps: Iterable[Vector]) -> HeldSteps:
+def held_steps(plan: Plan, steps: Iterable[Vector]) -> HeldSteps:
     """Return which micro-batches each step held, given the weight of each item, (total items,) for
     each step.
     """
@@ -515,7 +515,7 @@ def _named_by_two(own: HeldSteps, separating: HeldSteps | None) -> Diagnosis:
 
 def _run_on(probe: WeightProbe, runner: LoopRunner) -> HeldSteps | None:
     run = probe.observed(runner)
-    return None if run is None else run_of(probe.plan, run.steps)
+    return None if run is None else held_steps(probe.plan, run.steps)
 
 
 def _by_values(instance: Instance, outcome: Outcome, asked: str) -> Diagnosis:
@@ -531,8 +531,8 @@ def _by_values(instance: Instance, outcome: Outcome, asked: str) -> Diagnosis:
         return Diagnosis(
             "skipped-by-size", f"{sentence}, so it skips steps by the values of gradients or losses"
         )
-    taken = run_of(case.plan, gradients_of_steps(outcome)).held
-    due = [*zip(run_of(case.plan, ()).windows, expected_gradients(case), strict=True)]
+    taken = held_steps(case.plan, gradients_of_steps(outcome)).held
+    due = [*zip(held_steps(case.plan, ()).windows, expected_gradients(case), strict=True)]
     finite = [right for window, right in due if window not in taken and np.isfinite(right).all()]
     if not finite:
         return NO_STEP

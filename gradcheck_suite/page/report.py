@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
 
-from gradcheck_suite.core.records import KINDS, Data, Record, RecordKind, run_of
+from gradcheck_suite.core.records import KINDS, Data, Record, RecordKind, audited_script
 from gradcheck_suite.core.results import result_from_json
 from gradcheck_suite.page import verdicts
 from gradcheck_suite.page.content import HeadlineAnswer, Report, Section, machine_text, sources
@@ -57,7 +57,7 @@ class _Judged:
 def _judged(records: Records) -> list[_Judged]:
     """Return what was judged, oldest first."""
     found = [
-        _Judged(run_of(record.data)[0], record.data, record)
+        _Judged(audited_script(record.data)[0], record.data, record)
         for record in (*records.of("verify"), *records.of("audit"))
     ]
     for record in records.of("trainer"):
@@ -138,7 +138,7 @@ def _audited(records: Records) -> Iterable[ViolationPage]:
     """Yield the violations of the newest audit of each script."""
     for number, record in enumerate(records.newest("audit")):
         for i, violation in enumerate(result_from_json(record.data).violations):
-            script = run_of(record.data)[0]
+            script = audited_script(record.data)[0]
             where = machine_text(record.environment)
             yield violation_page(violation, loop=script, name=f"audit-{number}-{i}", machine=where)
 

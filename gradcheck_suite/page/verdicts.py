@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 from gradcheck_suite.core.case import DTYPES
-from gradcheck_suite.core.records import Data, Record, run_of
+from gradcheck_suite.core.records import Data, Record, audited_script
 from gradcheck_suite.core.results import Violation, result_from_json
 from gradcheck_suite.core.text import counted, cut_text, violation_title
 from gradcheck_suite.loops.jax_modes import JAX_MODES
@@ -344,7 +344,7 @@ def _audits(newest: list[Record]) -> Section:
     violated = sum(data["verdict"] == "violated" for data in datas)
     runs: dict[str, dict[int, Data]] = {}
     for data in datas:
-        script, ranks = run_of(data)
+        script, ranks = audited_script(data)
         runs.setdefault(script, {})[ranks] = data
     numbers_of_ranks = sorted(set(chain.from_iterable(runs.values())))
     return Section(
@@ -371,7 +371,7 @@ def _audits(newest: list[Record]) -> Section:
 
 
 def _audit_row(data: Data, datas: Sequence[Data]) -> dict[str, Cell]:
-    script, ranks = run_of(data)
+    script, ranks = audited_script(data)
     found = result_from_json(data).violation
     return {
         "script": script,
@@ -401,7 +401,7 @@ def verdict_cell(data: Data | None) -> Tone:
 
 
 def _audit_facts(data: Data) -> Facts:
-    script, ranks = run_of(data)
+    script, ranks = audited_script(data)
     return {f"{script} on {ranks} ranks" if ranks > 1 else script: outcome(data)}
 
 
