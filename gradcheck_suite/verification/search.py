@@ -146,7 +146,7 @@ WITH_INFINITY = (math.inf, 1.0, 1.0, 1.0)
 WITH_NAN = (1.0, 1.0, math.nan, 1.0)
 
 
-def within(plan: Plan, assumes: frozenset[str]) -> Plan:
+def satisfying(plan: Plan, assumes: frozenset[str]) -> Plan:
     """Return the plan, changed so that it satisfies a loop's assumptions."""
     if WHOLE_WINDOWS in assumes and plan.has_short_window:
         plan = plan.select(range(plan.windows[-1][0]))
@@ -172,11 +172,11 @@ def first_cases(
     """
     if compiles:
         yield probe_case(
-            within(WHOLE, assumes), reductions_within(assumes)[0], dtype=dtype, device=device
+            satisfying(WHOLE, assumes), reductions_within(assumes)[0], dtype=dtype, device=device
         )
     for number, plan in enumerate(FIRST):
         dealt = dealt_to_ranks(
-            within(plan, assumes),
+            satisfying(plan, assumes),
             ranks,
             assumes,
             uneven=number > 0,
@@ -195,7 +195,7 @@ def long_cases(
     """
     plans = LONG[:-3] if compiles else LONG
     for plan in plans:
-        dealt = dealt_to_ranks(within(plan, assumes), ranks, assumes)
+        dealt = dealt_to_ranks(satisfying(plan, assumes), ranks, assumes)
         yield probe_case(dealt, reductions_within(assumes)[0], dtype=dtype, device=device)
 
 
@@ -206,7 +206,7 @@ def small_count_cases(
     counts.
     """
     if "mean" in reductions_within(assumes) and PLAIN_COUNTS not in assumes:
-        dealt = dealt_to_ranks(within(SMALL_COUNTS, assumes), ranks, assumes)
+        dealt = dealt_to_ranks(satisfying(SMALL_COUNTS, assumes), ranks, assumes)
         yield probe_case(dealt, dtype=dtype, device=device, unit=UNIT)
 
 
@@ -257,7 +257,7 @@ def model_cases(
     )
     exponents = (0, LARGE[dtype][0], 0, SMALL[dtype][0])
     slopes = slopes_text(chain.from_iterable(map(_of_size, exponents)))
-    plan = within(Plan((2, 2) * len(exponents), 2, 1 if ONE_EPOCH in assumes else 5), assumes)
+    plan = satisfying(Plan((2, 2) * len(exponents), 2, 1 if ONE_EPOCH in assumes else 5), assumes)
     loss = Loss("identity", reduction=spec.loss.reduction, slopes=slopes)
     # an optimizer that takes no bias, or no dense gradient, has no such model
     moving = optimizer if optimizer and optimizer not in NEEDS else "sgd"
@@ -335,13 +335,15 @@ def _smaller(violation: Violation, assumes: frozenset[str]) -> Smaller:
         while step:
             # the assumptions may leave no micro-batch
             with suppress(UsageError):
-                if (plan := within(with_number(number - step), assumes)) != case.plan:
+                if (plan := satisfying(with_number(number - step), assumes)) != case.plan:
                     yield f"{text} = {number - step}", _of_plan(case, plan, tuple(slopes_of(case)))
             step //= 2
     if sloped:
         return
     # within the assumptions, micro-batches of one item may have the size of this plan's again
-    single = within(replace(case.plan, micro_batches=(1,) * len(case.plan.micro_batches)), assumes)
+    single = satisfying(
+        replace(case.plan, micro_batches=(1,) * len(case.plan.micro_batches)), assumes
+    )
     if single != case.plan:
         yield "", _of_plan(case, single)
 
@@ -853,7 +855,7 @@ class SearchState:
         spec = ProblemSpec(Input("vector", size=min(options.ranks, 2)), layers, loss)
         for plan in LADDER:
             with suppress(UsageError):  # the assumptions leave no micro-batch
-                plans[within(plan, assumes)] = None
+                plans[satisfying(plan, assumes)] = None
         numbers = sorted({min(options.ranks, 2), options.ranks})
         # a rank with fewer micro-batches makes a smaller case
         dealt = (
