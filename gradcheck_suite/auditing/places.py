@@ -54,7 +54,7 @@ def is_users(filename: str | None) -> bool:
     return filename is not None and owner_of(filename) in _USERS
 
 
-def is_own(filename: str) -> bool:
+def is_suites(filename: str) -> bool:
     """Return whether a source file is the suite's."""
     return owner_of(filename) is Owner.SUITE
 

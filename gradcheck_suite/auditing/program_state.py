@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from gradcheck_suite.auditing.modes import Apart
-from gradcheck_suite.auditing.places import is_own, is_users
+from gradcheck_suite.auditing.places import is_suites, is_users
 
 
 @dataclass(frozen=True)
@@ -301,7 +301,7 @@ class ProgramState:
         if library and not users:
             return  # what libraries hold among themselves, such as caches of modules, is theirs
         library = not users
-        if is_own(
+        if is_suites(
             function.__code__.co_filename
         ):  # a recording stand-in: what it records is not put back
             inner = [cell.cell_contents for cell in function.__closure__ or ()]

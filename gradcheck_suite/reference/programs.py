@@ -42,7 +42,7 @@ from gradcheck_suite.reference.evaluation import (
 from gradcheck_suite.run.environment import (
     CACHE_VARIABLE,
     expect_cache_folder,
-    is_own,
+    is_owned_by_user,
     make_cache_folder,
     trusted_cache,
 )
@@ -347,7 +347,7 @@ class CompiledPrograms:
 
     def _load(self, path: Path | None) -> Callable[..., Any] | None:
         """Return a stored program, or None where there is none or its file is damaged."""
-        if path is None or not path.exists() or not is_own(path):
+        if path is None or not path.exists() or not is_owned_by_user(path):
             return None
         try:
             payload, in_tree, out_tree = pickle.loads(path.read_bytes())

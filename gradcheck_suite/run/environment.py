@@ -27,7 +27,7 @@ from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.run.dynamo import put_off_dynamo
 
 
-def is_own(path: Path) -> bool:
+def is_owned_by_user(path: Path) -> bool:
     """Return whether a file belongs to the user.
 
     A system without users has files of one user only.
@@ -59,7 +59,7 @@ def expect_cache_folder(folder: Path, variable: str) -> None:
     if not folder.is_dir() or not hasattr(os, "geteuid"):
         return
     what = f"compiled programs in {folder} are not read, since they can run any code and the folder"
-    if not is_own(folder):
+    if not is_owned_by_user(folder):
         raise UsageError(
             f"{what} belongs to user {folder.stat().st_uid}: set {variable} to a folder of your"
             " own, or to nothing to keep no programs"
