@@ -46,7 +46,7 @@ from gradcheck_suite.auditing.samples import (
     Raw,
     fingerprint,
     has_values,
-    is_same,
+    is_same_fingerprint,
     sample,
 )
 from gradcheck_suite.auditing.saved_values import note_call
@@ -256,7 +256,7 @@ def _fingerprints(values: Iterable[Any]) -> list[Fingerprint]:
 
 
 def _are_same(then: Sequence[Fingerprint], now: Sequence[Fingerprint]) -> bool:
-    return all(map(is_same, then, now))
+    return all(map(is_same_fingerprint, then, now))
 
 
 Point = tuple[Any, ...]

@@ -58,7 +58,7 @@ from gradcheck_suite.auditing.module_calls import (
 )
 from gradcheck_suite.auditing.program_state import NotRecomputed
 from gradcheck_suite.auditing.recorder import ActivePass
-from gradcheck_suite.auditing.samples import Fingerprint, is_same, read_samples, sample
+from gradcheck_suite.auditing.samples import Fingerprint, is_same_fingerprint, read_samples, sample
 from gradcheck_suite.auditing.vectors import ELEMENTS, PROJECTIONS, Vector, distance, size
 from gradcheck_suite.core.comparison import (
     DRAWS,
@@ -1178,7 +1178,7 @@ def _first_parting(one: Marks, other: Marks) -> str | None:
     same.
     """
     for (name, then), (_, now) in zip(one, other, strict=False):
-        if len(then) != len(now) or not all(map(is_same, then, now)):
+        if len(then) != len(now) or not all(map(is_same_fingerprint, then, now)):
             return name
     return None if len(one) == len(other) else one[-1][0]
 

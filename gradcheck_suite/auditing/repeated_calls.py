@@ -22,7 +22,7 @@ from gradcheck_suite.auditing.samples import (
     Fingerprint,
     Raw,
     fingerprint,
-    is_same,
+    is_same_fingerprint,
     read_samples,
 )
 from gradcheck_suite.auditing.vectors import distance
@@ -55,7 +55,7 @@ class _ModuleCall:
     def has_inputs_of(self, other: _ModuleCall) -> bool:
         """Return whether both were given the same, to the bit."""
         return len(self.inputs) == len(other.inputs) and all(
-            map(is_same, self.inputs, other.inputs)
+            map(is_same_fingerprint, self.inputs, other.inputs)
         )
 
     def has_outputs_of(self, other: _ModuleCall) -> bool:

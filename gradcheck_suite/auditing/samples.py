@@ -527,7 +527,7 @@ def fingerprint(tensor: torch.Tensor) -> Fingerprint:
     return zlib.crc32(memory)
 
 
-def is_same(then: Fingerprint, now: Fingerprint) -> bool:
+def is_same_fingerprint(then: Fingerprint, now: Fingerprint) -> bool:
     """Return whether two fingerprints of one tensor are those of the same values.
 
     Waits for a device where the tensor lies on one.

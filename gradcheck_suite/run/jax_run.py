@@ -30,7 +30,7 @@ from gradcheck_suite.core.contract import Batch, JaxTrainingRun, Loop, Problem, 
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.run.environment import imported
 from gradcheck_suite.run.instance import Instance, map_leaves
-from gradcheck_suite.run.observer import Evaluation, Observation, TooManySteps, is_same
+from gradcheck_suite.run.observer import Evaluation, Observation, TooManySteps, is_same_tensor
 from gradcheck_suite.run.runner import Outcome, run_to_end
 
 Function = Callable[..., jax.Array]
@@ -832,7 +832,7 @@ def _observations(
 
 def _as_known(value: torch.Tensor, *known: torch.Tensor) -> torch.Tensor:
     """Return the known tensor that a value is the same as, or the value."""
-    return next((tensor for tensor in known if is_same(value, tensor)), value)
+    return next((tensor for tensor in known if is_same_tensor(value, tensor)), value)
 
 
 def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:

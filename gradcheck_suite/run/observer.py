@@ -266,10 +266,10 @@ def copied_tensors(value: Any) -> Any:
 
 
 def _is_copy(copy: torch.Tensor, original: torch.Tensor) -> bool:
-    return copy.stride() == original.stride() and is_same(copy, original.detach())
+    return copy.stride() == original.stride() and is_same_tensor(copy, original.detach())
 
 
-def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def is_same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors have the same dtype, device, shape and values.
 
     NaN is the same as NaN.
@@ -284,7 +284,7 @@ def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 def same_tree(one: Any, other: Any) -> bool:
     """Return whether nested dicts, lists and tuples of tensors and other values are the same."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return is_same(one, other)
+        return is_same_tensor(one, other)
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(same_tree(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):

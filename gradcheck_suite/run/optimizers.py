@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.run.observer import Observation, copied_tensors, is_same, same_tree
+from gradcheck_suite.run.observer import Observation, copied_tensors, is_same_tensor, same_tree
 
 
 class NoOpOptimizer(torch.optim.Optimizer):
@@ -281,13 +281,15 @@ def fault_between(
         when = "before the first step"
     for name, value in found.items():
         left = previous.after[name]
-        if is_same(left, value):
+        if is_same_tensor(left, value):
             continue
         sentence = f"something other than the optimizer's steps changed {name} {when}"
-        undone = previous.evaluations and is_same(previous.evaluations[0].parameters[name], value)
+        undone = previous.evaluations and is_same_tensor(
+            previous.evaluations[0].parameters[name], value
+        )
         if undone:
             sentence += ": it has the value from before the step again"
-        elif is_same(start[name], value):
+        elif is_same_tensor(start[name], value):
             sentence += ": it has its initial value again"
         return ParameterFault(
             "parameter-drift",
@@ -366,7 +368,7 @@ def fault_of_step(
     if make_optimizer is not None:
         expected = {**before, **stepped(make_optimizer, observation, previous.state_after)}
         who = "the same optimizer, computed again,"
-    differing = [name for name, value in after.items() if not is_same(expected[name], value)]
+    differing = [name for name, value in after.items() if not is_same_tensor(expected[name], value)]
     if not differing:
         return None
     allowed = dict.fromkeys(differing, 0.0)
@@ -376,7 +378,7 @@ def fault_of_step(
         error = largest_error(after[name], expected[name])
         if error <= allowed[name]:
             continue
-        if is_same(before[name], after[name]):
+        if is_same_tensor(before[name], after[name]):
             sentence = f"the step left {name} as it was, and {who} changes it on the same gradients"
             return ParameterFault(
                 "parameter-not-updated",
