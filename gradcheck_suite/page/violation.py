@@ -90,7 +90,7 @@ def elements_plot(part: Mapping[str, Any]) -> Spec:
                     "expected": expected,
                     "observed": observed,
                     "allowed": allowed,
-                    "off": size_of(expected, observed, allowed),
+                    "off": deviation_size(expected, observed, allowed),
                 }
             )
     quiet = {"ticks": False, "domain": False, "grid": False, "labelAngle": 0, "labelOverlap": True}
@@ -118,7 +118,7 @@ def elements_plot(part: Mapping[str, Any]) -> Spec:
     return sized(found, width=max(320, 2 * CELL * columns + 40))
 
 
-def size_of(expected: float | str, observed: float | str, allowed: float | str) -> str:
+def deviation_size(expected: float | str, observed: float | str, allowed: float | str) -> str:
     """Return how far an element is off, a key of `SIZES`.
 
     Numbers that JSON does not have are strings.

@@ -248,7 +248,7 @@ def choices_of(
 
 
 @cache
-def is_accepted(signal: Signal, limits: Limits) -> bool:
+def takes_signal(signal: Signal, limits: Limits) -> bool:
     """Return whether any layer kind accepts a signal, within limits."""
     return any(limits.variants(kind, signal) for kind in LAYERS.values())
 
@@ -483,7 +483,7 @@ def _inputs(excluded: frozenset[str] = frozenset()) -> Choices | None:
 def _leading(limits: Limits) -> dict[str, list[Options]]:
     """Return the inputs that a layer within limits accepts, with their variants."""
     return {
-        kind.name: [o for o in kind.variants if is_accepted(kind.signal(o), limits)]
+        kind.name: [o for o in kind.variants if takes_signal(kind.signal(o), limits)]
         for kind in INPUTS.values()
         if kind.drawn
     }
