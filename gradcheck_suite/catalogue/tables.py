@@ -438,7 +438,7 @@ def _value(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> npt.N
     return np.abs(1 + 0.3 * values) if last == "weight" else 0.5 * values
 
 
-def fill(model: torch.nn.Module, seed: int) -> None:
+def fill_parameters(model: torch.nn.Module, seed: int) -> None:
     """Fill a generated model's parameters and floating buffers in place."""
     rng = np.random.default_rng((seed, _PARAMETER_STREAM))
     with torch.no_grad():
@@ -453,7 +453,7 @@ def build_model(problem: ProblemSpec, seed: int, dtype: torch.dtype) -> Generate
     """
     with torch.random.fork_rng(devices=[]):
         model = GeneratedModel(problem)
-    fill(model, seed)
+    fill_parameters(model, seed)
     return model.to(dtype)
 
 

@@ -60,10 +60,10 @@ def _judge(arguments: argparse.Namespace, options: PortOptions, output: CommandO
         environment.prepare()
         expect_present("port")
     from gradcheck_suite.port.compare import judge_function
-    from gradcheck_suite.port.pair import in_double
+    from gradcheck_suite.port.pair import float64_allowed
 
     gc.freeze()  # the frameworks stay until the end
-    with in_double():
+    with float64_allowed():
         make = resolve_function(arguments.pair, "a pair")
     baseline = output.options.baseline
     result = judge_function(make, arguments.pair, options, baseline)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from gradcheck_suite.port.torch_program import Change, OperationCall, Ref, fill, flat
+from gradcheck_suite.port.torch_program import Change, OperationCall, Ref, flat, with_tensors
 
 
 class NoArgumentError(AttributeError):
@@ -68,7 +68,7 @@ class Hypothesis:
         def shifted(change: Change) -> Change:
             def there(call: OperationCall, args: Any, kwargs: Any, get: Any) -> Any:
                 # the change speaks of tensors by their places in the first call
-                own = fill((call.args, call.kwargs), lambda ref: moved(ref, -by))
+                own = with_tensors((call.args, call.kwargs), lambda ref: moved(ref, -by))
                 return change(
                     replace(call, args=own[0], kwargs=own[1]),
                     args,

@@ -52,8 +52,8 @@ from gradcheck_suite.port.torch_program import (
     OperationCall,
     Ref,
     TorchProgram,
-    fill,
     flat,
+    with_tensors,
 )
 from gradcheck_suite.port.transforms import (
     PERMUTING,
@@ -80,7 +80,7 @@ def usual(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
     run = search.matching.run
     if not run.seen[place]:
         return
-    args, kwargs = fill((call.args, call.kwargs), run.get)
+    args, kwargs = with_tensors((call.args, call.kwargs), run.get)
     counted = any(_is_count(search, ref) for _, ref in search.positions(place))
     divides = call.name.startswith("clamp") and _divides(search, place)
     renamed = {"unit-offset": "index-offset"} if counted else {}
@@ -950,7 +950,7 @@ def _started_at_first(
         is_given = not isinstance(first.kind, int)
         value = get(first) if is_given else _ahead(search, first.kind, min(readers), {}, get)
         own = lambda ref: value if ref == start else get(ref)  # noqa: E731 - one use
-        return call.op(*fill(call.args, own), **fill(call.kwargs, own))
+        return call.op(*with_tensors(call.args, own), **with_tensors(call.kwargs, own))
 
     words = "a recurrence that starts at its first value, not at zero"
     return Hypothesis("initial-accumulator", words, dict.fromkeys(readers, begun))
@@ -1481,7 +1481,7 @@ def _reading(instead: Mapping[Ref, Ref]) -> Change:
 
     def change(call: OperationCall, args: Any, kwargs: Any, get: Any) -> Any:
         other = lambda ref: get(instead.get(ref, ref))  # noqa: E731 - one use
-        return call.op(*fill(call.args, other), **fill(call.kwargs, other))
+        return call.op(*with_tensors(call.args, other), **with_tensors(call.kwargs, other))
 
     return change
 
@@ -1563,7 +1563,7 @@ def _exchanged(program: TorchProgram, before: Ref, after: Ref, end: int) -> Chan
 
         given = get(before)
         if before in call.refs and re.fullmatch(REDUCING, call.name):
-            axes = over(CallArguments(call, *fill((call.args, call.kwargs), get)))
+            axes = over(CallArguments(call, *with_tensors((call.args, call.kwargs), get)))
             front = list(range(len(axes)))
             parts = given.movedim(axes, front)
             each = torch.vmap(lambda v: late(v.view_as(get(after))))(

@@ -27,7 +27,7 @@ from gradcheck_suite.port.torch_program import (
     Ref,
     TorchProgram,
     TorchRun,
-    fill,
+    with_tensors,
 )
 
 CANDIDATES = 1200
@@ -392,6 +392,6 @@ def _other_stopped(detached: Ref, source: Ref) -> Change:
 
     def change(call: OperationCall, args: Any, kwargs: Any, get: Any) -> Any:
         read = lambda r: get(source) if r == detached else get(r).detach()  # noqa: E731 - one use
-        return call.op(*fill(call.args, read), **fill(call.kwargs, read))
+        return call.op(*with_tensors(call.args, read), **with_tensors(call.kwargs, read))
 
     return change

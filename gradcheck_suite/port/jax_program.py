@@ -93,7 +93,7 @@ def _is_low(value: Any) -> bool:
     return getattr(value, "dtype", None) in LOW
 
 
-def lifted(value: Any) -> Any:
+def in_float64(value: Any) -> Any:
     """Return an array of float64 or complex numbers in place of one of a lower dtype.
 
     Anything else as it is.
@@ -168,7 +168,7 @@ class Interpreter:
         Those of `eps` are added.
         """
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, map(self._constant, consts), strict=True))
-        env |= dict(zip(jaxpr.invars, map(lifted, args), strict=True))
+        env |= dict(zip(jaxpr.invars, map(in_float64, args), strict=True))
 
         def read(var: Any) -> Any:
             return self._constant(var.val) if isinstance(var, jex.Literal) else env[var]
@@ -193,7 +193,7 @@ class Interpreter:
     def _constant(self, value: Any) -> Any:
         is_plain = not hasattr(value, "dtype") or isinstance(value, jax.core.Tracer)
         if is_plain or not (_is_low(value) or value.dtype == np.float64):
-            return lifted(value)
+            return in_float64(value)
         number, move = rounding_table(value)
         if move is None:
             return number if np.ndim(number) else np.float64(number)
@@ -232,8 +232,8 @@ class Interpreter:
             values = [_cast(v, var.aval) for v, var in zip(values, eqn.invars, strict=True)]
         elif name != "bitcast_convert_type":
             params |= {key: np.dtype("float64") for key in DTYPES if _names_low(params.get(key))}
-            values = [lifted(v) for v in values]
-        return [lifted(o) for o in _bound(eqn, params, values)]
+            values = [in_float64(v) for v in values]
+        return [in_float64(o) for o in _bound(eqn, params, values)]
 
     def _scan(self, eqn: Any, values: list[Any], eps: Any) -> tuple[list[Any], Any]:
         p = eqn.params
@@ -246,7 +246,7 @@ class Interpreter:
             outs, inside = self.run(jaxpr, consts, [*fixed, *state, *given], off)
             return outs[: len(carry)], (outs[len(carry) :], inside)
 
-        start = [c if _is_key(c) else lifted(jnp.asarray(c)) for c in carry]
+        start = [c if _is_key(c) else in_float64(jnp.asarray(c)) for c in carry]
         end, (ys, inside) = jax.lax.scan(
             body, start, (xs, eps), length=p["length"], reverse=p["reverse"]
         )
@@ -261,7 +261,7 @@ class Interpreter:
             jax.lax.while_loop(
                 lambda c: self.run(*test, [*for_test, *c])[0][0],
                 lambda c: self.run(*body, [*for_body, *c])[0],
-                [lifted(c) for c in carry],
+                [in_float64(c) for c in carry],
             )
         )
 
@@ -504,7 +504,7 @@ class JaxProgram:
     @cached_property
     def constants(self) -> list[Array]:
         """Arrays that the function closes over."""
-        return [lifted(np.asarray(c)) for c in self._consts if is_number(c)]
+        return [in_float64(np.asarray(c)) for c in self._consts if is_number(c)]
 
     def _evaluate(self, jaxpr_args: Any, *, custom: bool, shift: Any = 0.0, eps: Any = None) -> Any:
         interpreter = Interpreter(custom=custom, shift=shift)

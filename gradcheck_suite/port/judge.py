@@ -58,8 +58,8 @@ from gradcheck_suite.port.torch_program import (
     Ref,
     TorchProgram,
     TorchRun,
-    fill,
     flat,
+    with_tensors,
 )
 from gradcheck_suite.port.updates import STEP, Updates
 
@@ -996,7 +996,7 @@ class PairJudge:
             call = program.calls[index]
             outs = run.seen[index]
             if outs and isinstance(outs[0], torch.Tensor):
-                args, kwargs = fill((call.args, call.kwargs), run.get)
+                args, kwargs = with_tensors((call.args, call.kwargs), run.get)
                 for one in islice(mistakes(index, call, args, kwargs, outs[0]), 3):
                     words = f"{one.cause} ({one.words}) at {call.path or 'the model'}"
                     yield _Planted(one, words)

@@ -17,7 +17,13 @@ import torch
 
 from gradcheck_suite.port.jax_program import FloatEquation
 from gradcheck_suite.port.number_sets import SAME, Array, Numbers, aligned, error, telling, variety
-from gradcheck_suite.port.torch_program import OperationCall, Ref, TorchProgram, TorchRun, fill
+from gradcheck_suite.port.torch_program import (
+    OperationCall,
+    Ref,
+    TorchProgram,
+    TorchRun,
+    with_tensors,
+)
 
 
 def array(value: Any) -> Array:
@@ -127,7 +133,7 @@ class Matching:
         for index, call in enumerate(self.program.calls):
             outs = self.run.seen[index]
             if outs and isinstance(outs[0], torch.Tensor):
-                args, _ = fill((call.args, call.kwargs), self.run.get)
+                args, _ = with_tensors((call.args, call.kwargs), self.run.get)
                 found += [array(v) for v in _inside(call, args, outs[0])]
         return found
 

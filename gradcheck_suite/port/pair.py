@@ -193,7 +193,7 @@ def default_dtype(dtype: torch.dtype = torch.float64) -> Iterator[None]:
 
 
 @contextmanager
-def in_double() -> Iterator[None]:
+def float64_allowed() -> Iterator[None]:
     """Let the author's code make float64 tensors."""
     with default_dtype(), _Lifting():
         yield

@@ -27,8 +27,8 @@ from gradcheck_suite.port.torch_program import (
     Ref,
     TorchProgram,
     TorchRun,
-    fill,
     flat,
+    with_tensors,
 )
 
 MORE = 1500
@@ -608,8 +608,8 @@ def recomputed(
     def results(i: int) -> list[Any]:
         if i not in made:
             call = program.calls[i]
-            args = fill(call.args, value)
-            kwargs = fill(call.kwargs, value)
+            args = with_tensors(call.args, value)
+            kwargs = with_tensors(call.kwargs, value)
             if call.mutates:
                 args = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
             change = changes.get(i)

@@ -21,7 +21,7 @@ from gradcheck_suite.port.jax_program import (
     EquationResult,
     JaxProgram,
     JaxRun,
-    lifted,
+    in_float64,
     rounding_table,
 )
 from gradcheck_suite.port.mapping import StateMap
@@ -240,8 +240,8 @@ class Sides:
         """Return leaves, inputs and targets of the JAX side, floats in float64."""
         return (
             self.leaves,
-            jax.tree.map(lifted, list(point.inputs)),
-            jax.tree.map(lifted, list(point.targets)),
+            jax.tree.map(in_float64, list(point.inputs)),
+            jax.tree.map(in_float64, list(point.targets)),
         )
 
     def jax_program(self, point: Point) -> JaxProgram:

@@ -48,14 +48,16 @@ FILLED = frozenset([Ref, list, tuple, dict])
 """Types of arguments that are, or may have, references."""
 
 
-def fill(template: Any, get: Callable[[Ref], Any]) -> Any:
+def with_tensors(template: Any, get: Callable[[Ref], Any]) -> Any:
     """Return arguments with tensors in place of references."""
     kind = type(template)
     if kind is Ref:
         return get(template)
     if kind is list or kind is tuple:
-        return kind([fill(part, get) if type(part) in FILLED else part for part in template])
-    return {k: fill(v, get) for k, v in template.items()} if kind is dict else template
+        return kind(
+            [with_tensors(part, get) if type(part) in FILLED else part for part in template]
+        )
+    return {k: with_tensors(v, get) for k, v in template.items()} if kind is dict else template
 
 
 def flat(out: Any) -> list[Any]:
@@ -644,8 +646,8 @@ class TorchProgram:
         for index, call in enumerate(self.calls):
             made: list[Any] = []
             if index in self.needed:
-                args = fill(call.args, get)
-                kwargs = fill(call.kwargs, get)
+                args = with_tensors(call.args, get)
+                kwargs = with_tensors(call.kwargs, get)
                 with torch.set_grad_enabled(grad and (call.grad or index in opened)):
                     change = changes.get(index)
                     if index in opened and isinstance(call.op, OwnFunction):

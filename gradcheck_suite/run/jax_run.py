@@ -155,7 +155,7 @@ class _JaxLoss(torch.autograd.Function):
 
 
 @cache
-def lifted(problem: Problem) -> LiftedProblem:
+def as_torch_problem(problem: Problem) -> LiftedProblem:
     """Return a problem of JAX as one of torch.
 
     Raises:

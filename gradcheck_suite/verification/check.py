@@ -241,9 +241,12 @@ def of_torch(loop: Loop, problem: Problem | None) -> Problem | None:
     """
     if problem is None or not is_jax(loop):
         return problem
-    from gradcheck_suite.run.jax_run import LiftedProblem, lifted  # torch loops need none of it
+    from gradcheck_suite.run.jax_run import (  # torch loops need none of it
+        LiftedProblem,
+        as_torch_problem,
+    )
 
-    return problem if isinstance(problem, LiftedProblem) else lifted(problem)
+    return problem if isinstance(problem, LiftedProblem) else as_torch_problem(problem)
 
 
 def check(

@@ -24,7 +24,14 @@ import pytest
 import torch
 
 from gradcheck_suite.catalogue.definitions import LayerDefinition, Signal, no_extras
-from gradcheck_suite.catalogue.tables import INPUTS, LAYERS, Chain, extra_keys, fill, out_signal
+from gradcheck_suite.catalogue.tables import (
+    INPUTS,
+    LAYERS,
+    Chain,
+    extra_keys,
+    fill_parameters,
+    out_signal,
+)
 from gradcheck_suite.core.case import Layer
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.reference.programs import CompiledPrograms
@@ -137,7 +144,7 @@ def draw(layer: Layer, signal: Signal, items: int) -> dict[str, np.ndarray]:
 
 def torch_model(layer: Layer, signal: Signal) -> Chain:
     model = Chain((layer,), signal)
-    fill(model, seed=crc32(identifier((layer, signal)).encode()))
+    fill_parameters(model, seed=crc32(identifier((layer, signal)).encode()))
     return model.to(torch.float64)
 
 
