@@ -52,7 +52,7 @@ from gradcheck_suite.auditing.schedule import AGAIN, Schedule
 from gradcheck_suite.auditing.standard_error import StandardError
 from gradcheck_suite.auditing.stopping import StoppedOnViolation, Terminated, in_words
 from gradcheck_suite.auditing.strays import Strays
-from gradcheck_suite.auditing.terms import Reader, declare
+from gradcheck_suite.auditing.terms import Reader, declare_terms
 from gradcheck_suite.auditing.told import Told, tell
 from gradcheck_suite.auditing.weighing import violation_of
 from gradcheck_suite.core.findings import Occurrence, finding
@@ -302,7 +302,7 @@ def _lives(pid: int) -> bool:
     return not state.exists() or state.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def gather(
+def gather_ranks(
     ranks: Ranks, patience: float = PATIENCE, hurries: Callable[[], float | None] = lambda: None
 ) -> list[RankFile]:
     """Wait until each other rank has ended or died, and return what all have written.
@@ -509,7 +509,7 @@ class TorchAudit:
                 rank=ranks.rank,
                 ranks=ranks.size,
             )
-        files = gather(ranks, hurries=lambda: self._hurries)
+        files = gather_ranks(ranks, hurries=lambda: self._hurries)
         complete = all(file.end is not None and file.end.complete for file in files)
         self._judge = self._judged([file.events for file in files], complete=complete)
         if self._judge.ranks_train_apart:
@@ -1141,7 +1141,7 @@ def objective(
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise UsageError("objective: expected a scalar tensor, the loss of one micro-batch")
     if _open and _open[-1].observing and not torch.compiler.is_compiling():
-        declare(loss, count, reduction)
+        declare_terms(loss, count, reduction)
     return loss
 
 

@@ -177,7 +177,7 @@ the signature of a call."""
 Signature = tuple[Any, ...]
 
 
-def signature_of(arguments: Sequence[Any]) -> Signature:
+def call_signature(arguments: Sequence[Any]) -> Signature:
     """Return what the branches of a function may depend on, but for the values of tensors."""
     found = list[Any]()
     for value in arguments:
@@ -445,7 +445,7 @@ class FunctionCallRecorder:
             return None
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return None
-        signature = (kind in self.differentiated, *signature_of(arguments))
+        signature = (kind in self.differentiated, *call_signature(arguments))
         if signature in of_class or (key, signature) in self.known:
             return None
         size = sum(value.numel() for value in arguments if isinstance(value, torch.Tensor))

@@ -835,7 +835,7 @@ def without_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def discarded_output() -> Iterator[None]:
     """Drop what the user's code prints and warns of."""
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -973,7 +973,7 @@ def replay(
         _without_watchers(),
         watched,
         unchanged(module, kinds),
-        quiet(),
+        discarded_output(),
         torch.enable_grad(),
         contextlib.ExitStack() as stack,
     ):

@@ -52,8 +52,8 @@ from gradcheck_suite.auditing.module_calls import (
     ReplayOptions,
     ReplayResult,
     backward_hooks,
+    discarded_output,
     point_of,
-    quiet,
     replay,
 )
 from gradcheck_suite.auditing.program_state import NotRecomputed
@@ -1516,7 +1516,7 @@ def _judge_functions(
     asked.known.update(found, missed)
     asked.known.update((key, one) for key, each in found.items() for one in each)
     calls = list(chain.from_iterable(each.values() for each in found.values()))
-    with quiet(), AsBefore(parts[0].forward.on):
+    with discarded_output(), AsBefore(parts[0].forward.on):
         accumulates = len(asked.passes) > 1
         verdicts = [judge_backward(call, accumulates=accumulates) for call in calls]
     verdicts += [FunctionReport(kind.__name__, note=NOT_CALLED) for kind in missed.values()]
@@ -1602,7 +1602,7 @@ def judge_calls_of_program(
     """
     result = RecomputeResult()
     if calls.has_calls:
-        with quiet():
+        with discarded_output():
             accumulates = len(passes) > 1
             verdicts = [judge_backward(call, accumulates=accumulates) for call in calls.taken()]
         blame_functions(verdicts, result, known)

@@ -71,7 +71,7 @@ from gradcheck_suite.auditing.terms import (
     MARK,
     Outside,
     Reader,
-    declare,
+    declare_terms,
     edge_of,
     joined_share,
     leaves_below,
@@ -743,7 +743,7 @@ class Recorder:
             with torch.no_grad():
                 count = eval(expression, frame.f_globals, frame.f_locals)
             for root in roots:
-                declare(root, count, "mean")
+                declare_terms(root, count, "mean")
         except Exception as error:
             self._undeclared.setdefault(at, f"{type(error).__name__}: {error}")
         else:

@@ -865,7 +865,7 @@ class Reader:
         self._handles.append(register(hook))
 
 
-def declare(loss: torch.Tensor, count: float | torch.Tensor, reduction: str) -> None:
+def declare_terms(loss: torch.Tensor, count: float | torch.Tensor, reduction: str) -> None:
     """Note what a loss is a mean or a sum of, so that the walk ends there."""
     if loss.grad_fn is not None:
         with Apart():

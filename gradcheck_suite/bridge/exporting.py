@@ -277,7 +277,7 @@ def _refuse_changing_hooks(
             )
 
 
-def functions_of(
+def custom_code_of(
     model: nn.Module, loss: Callable[..., torch.Tensor], batch: Batch
 ) -> frozenset[type]:
     """Run the loss once in torch and return the classes of its custom functions, custom operations
@@ -583,7 +583,7 @@ def export_loss(
         UnknownOperation: an operation is not in the table.
         RandomnessError: the loss draws random numbers.
     """
-    functions = functions_of(model, loss, batch)
+    functions = custom_code_of(model, loss, batch)
     tensors = tuple(tensor_leaves(batch))
     module = _LossModule(model, loss, batch)
     module.training = model.training  # `train()` would change the submodules that are in eval mode

@@ -23,8 +23,8 @@ from torch.utils.checkpoint import CheckpointFunction
 from gradcheck_suite.bridge.exporting import (
     ACCEPTED,
     LossFunction,
+    custom_code_of,
     export_loss,
-    functions_of,
     operation_of,
     random_message,
     real_results,
@@ -437,7 +437,7 @@ def wrong_backwards(
     called by themselves: they show in the gradient of the whole loss. The arguments and errors are
     those of `lower`.
     """
-    functions = functions_of(model, loss, batch) - ACCEPTED - {CheckpointFunction}
+    functions = custom_code_of(model, loss, batch) - ACCEPTED - {CheckpointFunction}
     if not functions:
         return ()
     calls: dict[str, _FunctionModule] = {}

@@ -360,7 +360,7 @@ def add_arguments(parser: Parser, kinds: Iterable[str] = tuple(KINDS)) -> None:
     )
     parser.add_argument(
         "--engine",
-        type=parsers.one_of(("processes", "ray")),
+        type=parsers.choice_of(("processes", "ray")),
         default="processes",
         metavar="ENGINE",
         help="processes of this machine, or ray (default %(default)s)",
@@ -382,7 +382,7 @@ def add_arguments(parser: Parser, kinds: Iterable[str] = tuple(KINDS)) -> None:
     where = f"the records go to DIR/records, and until then the shards to DIR/{FOLDER}"
     parsers.add_reports(parser, where, Path("reports"))
     parser.add_argument(
-        "what", type=parsers.one_of(kinds), metavar="COMMAND", help=f"one of {', '.join(kinds)}"
+        "what", type=parsers.choice_of(kinds), metavar="COMMAND", help=f"one of {', '.join(kinds)}"
     )
     parser.add_argument(
         "rest", nargs=argparse.REMAINDER, metavar="...", help="the command's own arguments"

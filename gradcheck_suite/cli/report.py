@@ -59,7 +59,7 @@ def run_report(arguments: argparse.Namespace, contents_of: Callable[[], ReportCo
         render.expect_installed("the report")
     contents = contents_of()
     from gradcheck_suite.page import report
-    from gradcheck_suite.page.content import to_json
+    from gradcheck_suite.page.content import report_json
 
     if arguments.compare is not None:
         old, new = arguments.compare
@@ -79,7 +79,7 @@ def run_report(arguments: argparse.Namespace, contents_of: Callable[[], ReportCo
         reports / "report.md",
         render.report_markdown(built, lambda figure: f"{PICTURES}/{figure.key}.svg"),
     )
-    write_json(reports / "report.json", to_json(built))
+    write_json(reports / "report.json", report_json(built))
     for path in (reports / PICTURES).glob("*.svg"):
         if path.stem not in drawn:
             path.unlink()

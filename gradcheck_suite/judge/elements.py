@@ -17,7 +17,14 @@ import torch
 
 from gradcheck_suite.core.comparison import Comparison, Vector, beyond, within
 from gradcheck_suite.judge.naming import FORMATS, constant_meaning
-from gradcheck_suite.judge.weights import WHILE_RIGHT, Array, Diagnosis, any_of, factor_text, listed
+from gradcheck_suite.judge.weights import (
+    WHILE_RIGHT,
+    Array,
+    Diagnosis,
+    any_of,
+    factor_text,
+    first_of,
+)
 from gradcheck_suite.reference.large_batch import WindowReference, gradients_of
 
 # Gradients that have lost a mean or a direction, and gradients whose elements belong to other
@@ -167,7 +174,7 @@ def mixed(comparison: Comparison, wrong: Sequence[str]) -> Diagnosis | None:
     if within(np.sort(observed), np.sort(expected), allowed.max()):
         return Diagnosis(
             "misplaced-gradient",
-            f"the gradients of {listed(wrong)} together have the right elements, at other places:"
+            f"the gradients of {first_of(wrong)} together have the right elements, at other places:"
             " they are flattened in one order and taken apart in another",
         )
     return None
@@ -240,7 +247,7 @@ def where_wrong(comparison: Comparison) -> str:
     """Return which parameters are wrong while others are right, as the beginning of a sentence."""
     wrong, right = wrong_and_right(comparison)
     return (
-        f"in {listed(wrong)}{WHILE_RIGHT}{listed(right)} {'is' if len(right) == 1 else 'are'}"
+        f"in {first_of(wrong)}{WHILE_RIGHT}{first_of(right)} {'is' if len(right) == 1 else 'are'}"
         " right: "
     )
 
@@ -311,7 +318,7 @@ def place_of_the_fault(comparison: Comparison) -> str:
         else "no other has a gradient"
     )
     ending = (
-        f"; {listed(right)} {'is' if len(right) == 1 else 'are'} right"
+        f"; {first_of(right)} {'is' if len(right) == 1 else 'are'} right"
         if right
         else f"; {no_other}"
     )
@@ -441,7 +448,7 @@ def _partial_text(
         rows = np.asarray(wrong.any(axis=1))
         if bool((wrong | ~there)[rows].all()):
             what = ("rows", "columns", f"places along dimension {axis}")[min(axis, 2)]
-            where = f"in {what} {listed(np.flatnonzero(rows).tolist())}"
+            where = f"in {what} {first_of(np.flatnonzero(rows).tolist())}"
     ratio = observed[off] / np.where(expected[off] == 0, np.nan, expected[off])
     what = "other values than they should be"
     if not np.any(np.abs(observed[off]) > allowed[off]):

@@ -27,7 +27,7 @@ from gradcheck_suite.judge.weights import (
     Weights,
     dropped_text,
     factor_text,
-    listed,
+    first_of,
     places,
     repeated_text,
 )
@@ -960,7 +960,7 @@ def _scale(steps: Steps) -> tuple[bool, Text, tuple[str, ...]]:
         why = ", in every wrong window alike, whatever its counts"
         causes = ("constant",)
     else:
-        shown = listed([factor_text(ratio) for ratio in ratios], 4)
+        shown = first_of([factor_text(ratio) for ratio in ratios], 4)
         why = f"; over the wrong windows the factors are {shown}{NO_COUNT}"
         causes = ("varying",)
 
@@ -1216,7 +1216,7 @@ def _where(violated: Weights, steps: Steps) -> str:
     right = [w for w in own if w.is_right]
     if not right or len(own) == 1:
         return ""
-    shown = listed([f"window {w.index} of epoch {w.epoch}" for w in own if not w.is_right])
+    shown = first_of([f"window {w.index} of epoch {w.epoch}" for w in own if not w.is_right])
     return f" (only {shown} of this run; {len(right)} of {len(own)} steps are right)"
 
 

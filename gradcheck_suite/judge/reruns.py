@@ -20,7 +20,7 @@ from gradcheck_suite.core.comparison import Comparison, Vector, within
 from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT, Batch, Loop, assumptions_of, is_jax
 from gradcheck_suite.judge.elements import place_of_the_fault
 from gradcheck_suite.judge.fitted_weights import diagnose_case
-from gradcheck_suite.judge.weights import Diagnosis, any_of, listed
+from gradcheck_suite.judge.weights import Diagnosis, any_of, first_of
 from gradcheck_suite.reference.large_batch import Reference, WindowReference, parameter_gradients
 from gradcheck_suite.run.instance import (
     Instance,
@@ -350,10 +350,10 @@ def _written_between(
     )
     right = "and the gradient is right for what stood there at the backward"
     if batch:
-        text = f"the memory of {listed([*batch])} is written again {when}, {right}"
+        text = f"the memory of {first_of([*batch])} is written again {when}, {right}"
         yield Diagnosis("changed-batch", text, causes=("written",)), kept
     if parameters:
-        text = f"{listed([*parameters])} are written {when}, without autograd's notice, {right}"
+        text = f"{first_of([*parameters])} are written {when}, without autograd's notice, {right}"
         yield Diagnosis("stale-parameters", text, causes=("written",)), kept
 
 
@@ -366,7 +366,7 @@ def _mode_text(calls: Sequence[LossCall]) -> str:
         else f"{number} of the window's {len(calls)} losses"
     )
     names = list(dict.fromkeys(chain.from_iterable(off)))
-    where = "" if "" in names else f" in {listed(names)}"
+    where = "" if "" in names else f" in {first_of(names)}"
     is_off = [call for call, names in zip(calls, off, strict=True) if names]
     return (
         f"{which} {'is' if number == 1 < len(calls) else 'are'} computed in eval mode{where}"
@@ -382,7 +382,7 @@ def _on_ranks(chosen: Sequence[LossCall], calls: Sequence[LossCall]) -> str:
     ranks = sorted({call.rank for call in chosen})
     if len(ranks) == len({call.rank for call in calls}):
         return ""
-    return f", on rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}"
+    return f", on rank{'s' if len(ranks) > 1 else ''} {first_of(ranks)}"
 
 
 @dataclass(frozen=True)
@@ -422,7 +422,7 @@ def _moved_text(
     where = _on_ranks([one.call for one in moved], calls)
     where = f"{where}," if where else ""
     return (
-        f"the losses are computed{where} at other values of {listed(names)} than those that the step"
+        f"the losses are computed{where} at other values of {first_of(names)} than those that the step"
         f" changes ({shown.name} has an element {shown.value.flatten()[at]:.6g} in place of"
         f" {own.flatten()[at]:.6g}), and the gradient is right there"
     )
@@ -444,7 +444,7 @@ def _split(
     for j in set(owners):
         own = [weight for owner, weight in zip(owners, weights, strict=True) if owner == j]
         if instance.problem.reduction == "sum" or not np.allclose(own, own[0], rtol=CLOSE):
-            sentence = f"{split}parts weigh {listed([f'{w:.6g}' for w in weights], 4)}"
+            sentence = f"{split}parts weigh {first_of([f'{w:.6g}' for w in weights], 4)}"
             return Diagnosis("unequal-items", sentence, causes=("parts",))
     return Diagnosis(
         "mean-of-means",
@@ -505,7 +505,7 @@ def _changed_text(
                 for name in own
                 if name not in given or not _equal({"": given[name]}, {"": own[name]})
             ]
-            what = f"other values in {listed(off)}"
+            what = f"other values in {first_of(off)}"
         return (
             "a loss is computed from a batch that the loader does not yield: where micro-batch"
             f" {index} is due, it has {what}, and the gradient is right for that batch"
@@ -588,7 +588,7 @@ def explain_foreign(e: Evidence, found: Diagnosis) -> Diagnosis:
     if not again:
         return found
     sentence = (
-        f"{found.sentence}; the losses of micro-batches {listed(sorted(again))} are sent backward"
+        f"{found.sentence}; the losses of micro-batches {first_of(sorted(again))} are sent backward"
         " for this step once more"
     )
     return replace(found, sentence=sentence, causes=("sent-again",))
@@ -636,7 +636,7 @@ def explain_module_hooks(e: Evidence, hooked: Sequence[str]) -> Diagnosis | None
     if not bool((off <= e.comparison.allowed).all()):
         return None
     text = (
-        f"the backward hooks of {listed([*hooked])} change what goes further backward: without"
+        f"the backward hooks of {first_of([*hooked])} change what goes further backward: without"
         " them the gradient is right"
     )
     return Diagnosis("not-linear", text, causes=("module-hook",))

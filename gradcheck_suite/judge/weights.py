@@ -262,7 +262,7 @@ def factor_text(factor: float) -> str:
     return f"1 {'+' if off > 0 else '-'} {abs(off):.3g}" if 0 < abs(off) < 1e-5 else f"{factor:.6g}"
 
 
-def listed(names: Sequence[object], shown: int = 3) -> str:
+def first_of(names: Sequence[object], shown: int = 3) -> str:
     """Return a list in words, cut after a few."""
     text = ", ".join(str(name) for name in names[:shown])
     return text + (f" and {len(names) - shown} more" if len(names) > shown else "")

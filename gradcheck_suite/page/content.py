@@ -316,7 +316,7 @@ def cell_text(value: Cell) -> str:
     return value
 
 
-def to_json(report: Report) -> dict[str, Any]:
+def report_json(report: Report) -> dict[str, Any]:
     """Return the report as JSON-ready data, without the specifications of the plots."""
     data = _without_plots(asdict(report))
     environments = [dict(environment) for environment in report.environments]

@@ -102,7 +102,9 @@ def _verification(newest: list[Record]) -> Section:
         " in float64 by torch and by JAX."
     ]
     if disagreements:
-        text.append(f"{disagreement(datas)}, which is no loop's fault. A table below says where.")
+        text.append(
+            f"{disagreement_clause(datas)}, which is no loop's fault. A table below says where."
+        )
     return Section(
         text=tuple(text),
         matrices=(verdict_matrix(newest),),
@@ -232,7 +234,7 @@ def found_by(data: Data) -> list[str]:
     return [str(each) for each in data.get("findings") or ()]
 
 
-def disagreement(datas: Sequence[Data]) -> str:
+def disagreement_clause(datas: Sequence[Data]) -> str:
     """Return in how many gradients torch and JAX disagree, as a clause; empty if they agree."""
     count = len(set(chain.from_iterable(map(found_by, datas))))
     return f"In {counted(count, 'gradient')} torch and JAX disagree" if count else ""

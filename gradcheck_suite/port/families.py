@@ -35,7 +35,7 @@ from gradcheck_suite.port.mistakes import (
     over,
     smoothed,
 )
-from gradcheck_suite.port.number_sets import aligned, error, variety
+from gradcheck_suite.port.number_sets import error, variety, with_axes_aligned
 from gradcheck_suite.port.rare_inputs import ordered
 from gradcheck_suite.port.search import (
     LEAST,
@@ -565,7 +565,7 @@ def _scalings(search: CauseSearch, value: Any) -> Iterator[Alteration]:
     if mine.dtype.kind != "f" or not mine.any():
         return
     for i in numbers.of_size(mine.size):
-        theirs = aligned(numbers.arrays[i], mine)
+        theirs = with_axes_aligned(numbers.arrays[i], mine)
         for axis in range(mine.ndim if theirs.shape == mine.shape else 0):
             others = tuple(d for d in range(mine.ndim) if d != axis)
             factors = (theirs * mine).sum(others, keepdims=True) / (mine**2).sum(
@@ -645,7 +645,7 @@ def _other_masks(search: CauseSearch, place: int, position: int, ref: Ref) -> It
     for table in search.matching.side.values:
         if table.size != mine.size or not _is_mask(table):
             continue
-        theirs = aligned(table, mine).astype(mine.dtype)
+        theirs = with_axes_aligned(table, mine).astype(mine.dtype)
         off = int((theirs != mine).sum()) if theirs.shape == mine.shape else 0
         if off and theirs.tobytes() not in tried:
             tried.add(theirs.tobytes())
@@ -660,7 +660,7 @@ def _other_tables(search: CauseSearch, place: int, position: int, ref: Ref) -> I
     numbers = search.matching.lost_numbers
     value = search.matching.run.get(ref)
     for k in list(numbers.of_size(value.numel()))[:40]:
-        other = torch.as_tensor(np.array(aligned(numbers.arrays[k], array(value))))
+        other = torch.as_tensor(np.array(with_axes_aligned(numbers.arrays[k], array(value))))
         if other.shape == value.shape:
             at = int((other - value).abs().argmax())
             words = f"{_named(search, ref)} with other numbers, such as"
@@ -1192,7 +1192,7 @@ def _orders_in_port(search: CauseSearch, mine: Any) -> Iterator[Alteration]:
     for i in list(numbers.of_size(mine.size))[:READ]:
         if error(numbers.sorted(i), wanted) > numbers.tolerance:
             continue
-        theirs = aligned(numbers.arrays[i], mine)
+        theirs = with_axes_aligned(numbers.arrays[i], mine)
         for axis in range(mine.ndim if theirs.shape == mine.shape else 0):
             order = _order_along(mine, theirs, axis)
             if order is None or (axis, *order) in seen:

@@ -33,7 +33,7 @@ from gradcheck_suite.port.gradients import place_gradient, stops, wrong_gradient
 from gradcheck_suite.port.mapping import StateMap
 from gradcheck_suite.port.matching import Matching, array, outputs_error
 from gradcheck_suite.port.mistakes import mistakes
-from gradcheck_suite.port.number_sets import SAME, Array, aligned, error
+from gradcheck_suite.port.number_sets import SAME, Array, error, with_axes_aligned
 from gradcheck_suite.port.pair import (
     JaxModel,
     Port,
@@ -93,7 +93,7 @@ def _relative(expected: Any, observed: Array) -> Array:
     number.
     """
     wanted = array(expected).astype(np.float64)
-    found = aligned(array(observed), wanted).astype(np.float64)
+    found = with_axes_aligned(array(observed), wanted).astype(np.float64)
     if found.shape != wanted.shape:
         return np.full(1, np.inf)
     off = np.where((found == wanted) | (np.isnan(found) & np.isnan(wanted)), 0.0, found - wanted)
@@ -692,7 +692,7 @@ class PairJudge:
                 out = search.matching.run.seen[place][0]
                 if isinstance(out, torch.Tensor):
                     for i in numbers.of_size(out.numel())[:PUT_IN]:
-                        yield place, aligned(numbers.arrays[i], array(out))
+                        yield place, with_axes_aligned(numbers.arrays[i], array(out))
 
         def tried(candidate: tuple[int, Array]) -> Explanation[Hypothesis] | None:
             place, theirs = candidate

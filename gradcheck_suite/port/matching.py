@@ -16,7 +16,15 @@ import numpy as np
 import torch
 
 from gradcheck_suite.port.jax_program import FloatEquation
-from gradcheck_suite.port.number_sets import SAME, Array, Numbers, aligned, error, telling, variety
+from gradcheck_suite.port.number_sets import (
+    SAME,
+    Array,
+    Numbers,
+    error,
+    telling,
+    variety,
+    with_axes_aligned,
+)
 from gradcheck_suite.port.torch_program import (
     OperationCall,
     Ref,
@@ -88,7 +96,7 @@ def outputs_error(expected: Sequence[Any], observed: Sequence[Any]) -> float:
     worst = 0.0
     for mine, other in zip(expected, observed, strict=False):
         wanted = array(mine)
-        worst = max(worst, error(aligned(array(other), wanted), wanted))
+        worst = max(worst, error(with_axes_aligned(array(other), wanted), wanted))
     return worst
 
 

@@ -20,7 +20,7 @@ from gradcheck_suite.port.budget import Budget
 from gradcheck_suite.port.changes import RAISED, Hypothesis, dense, of_ours
 from gradcheck_suite.port.explanation import Explanation, best_explanation
 from gradcheck_suite.port.matching import Matching, Side, array, outputs_error
-from gradcheck_suite.port.number_sets import aligned, variety
+from gradcheck_suite.port.number_sets import variety, with_axes_aligned
 from gradcheck_suite.port.torch_program import (
     Change,
     OperationCall,
@@ -719,4 +719,4 @@ def _shapes(run: TorchRun) -> list[torch.Size]:
 def _is_nan_alone(mine: Any, theirs: Any) -> bool:
     """Return whether torch has NaN where the port has none."""
     wanted = array(mine)
-    return bool((np.isnan(wanted) & ~np.isnan(aligned(theirs, wanted))).any())
+    return bool((np.isnan(wanted) & ~np.isnan(with_axes_aligned(theirs, wanted))).any())

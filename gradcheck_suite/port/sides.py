@@ -26,7 +26,7 @@ from gradcheck_suite.port.jax_program import (
 )
 from gradcheck_suite.port.mapping import StateMap
 from gradcheck_suite.port.matching import Side, array, outputs_error
-from gradcheck_suite.port.number_sets import Array, aligned, error, turn
+from gradcheck_suite.port.number_sets import Array, error, turn, with_axes_aligned
 from gradcheck_suite.port.pair import (
     JaxModel,
     Port,
@@ -388,7 +388,7 @@ class Sides:
                 self.unmatched.append(self._without_partner(i, out, theirs))
                 continue
             wanted = array(out)
-            errors = {k: error(aligned(array(every[k]), wanted), wanted) for k in fits}
+            errors = {k: error(with_axes_aligned(array(every[k]), wanted), wanted) for k in fits}
             best = min(fits, key=errors.__getitem__)
             left.remove(best)
             partners.append(order[best])

@@ -62,7 +62,7 @@ def _expect_arrays(name: str, *trees: Any) -> None:
             )
 
 
-def functions_of(instance: Instance) -> tuple[Function, Function]:
+def pure_functions(instance: Instance) -> tuple[Function, Function]:
     """Return the loss and the count of a generated problem, as pure functions."""
     spec = instance.case.spec
     assert spec is not None
@@ -730,7 +730,7 @@ def _parts(instance: Instance) -> tuple[list[str], Any, Function, Function]:
         params = jax.tree.unflatten(problem.tree, [to_jax(p) for p in model.parameters()])
         return [*problem.names], params, *_users_functions(instance, problem.own)
     params = {name: to_jax(p) for name, p in model.named_parameters() if p.requires_grad}
-    return sorted(params), params, *functions_of(instance)
+    return sorted(params), params, *pure_functions(instance)
 
 
 def _users_functions(instance: Instance, problem: Problem) -> tuple[Function, Function]:

@@ -134,7 +134,7 @@ def add_rows(parser: parsers.Parser) -> None:
     """Add `--device`, `--json` and `--reports` of a command that computes rows by torch and by JAX."""
     parser.add_argument(
         "--device",
-        type=parsers.one_of(DEVICES),
+        type=parsers.choice_of(DEVICES),
         default="cpu",
         help="where torch computes (default %(default)s)",
     )

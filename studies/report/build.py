@@ -82,7 +82,7 @@ def _holds_sentence(datas: Sequence[Data]) -> tuple[str, str]:
             count = " to ".join(f"{number:,}" for number in dict.fromkeys((judged[0], judged[-1])))
             cases.append(f"in {count}{of if cases else ' random cases each'}")
     worst = max(float(d.get("worst_error_over_allowed") or 0) for d in datas)
-    disagreement = verdicts.disagreement(datas)
+    disagreement = verdicts.disagreement_clause(datas)
     return (
         f"Yes, {', and '.join(where)}: the gradient is that of one large batch",
         (

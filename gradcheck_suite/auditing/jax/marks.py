@@ -249,7 +249,7 @@ COARSE_FIRST = ("bfloat16", "float16", "float32", "float64")
 """Dtypes of gradients, the coarsest first."""
 
 
-def coarsest(leaves: Sequence[Any]) -> str:
+def coarsest_of(leaves: Sequence[Any]) -> str:
     """Return the coarsest dtype of some arrays."""
     found = {str(one.dtype) for one in leaves}
     return next((name for name in COARSE_FIRST if name in found), "bfloat16")
