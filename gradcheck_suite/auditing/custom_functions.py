@@ -516,7 +516,7 @@ class _Line:
         ]
         return self.subject.outputs(values)
 
-    def slopes(self, step: float) -> list[torch.Tensor]:
+    def difference_quotients(self, step: float) -> list[torch.Tensor]:
         """Return the central difference of each output."""
         return [(a - b) / (2 * step) for a, b in zip(self.at(step), self.at(-step), strict=True)]
 
@@ -525,9 +525,9 @@ class _Line:
         whole = self.backward(self.cotangents)
         if whole is None or not torch.isfinite(whole).all():
             return None
-        slopes = [self.slopes(step) for step in steps]
+        quotients = [self.difference_quotients(step) for step in steps]
         everywhere = [torch.ones_like(o, dtype=torch.bool) for o in self.outputs]
-        return self._where_moving(torch.zeros_like(whole), whole, everywhere, slopes)
+        return self._where_moving(torch.zeros_like(whole), whole, everywhere, quotients)
 
     def compared(self, steps: tuple[float, ...]) -> Ratio | str | None:
         """Compare `backward` with the derivative.
@@ -536,7 +536,7 @@ class _Line:
             how the two differ where `forward` is smooth; words where they differ on purpose or may
             do so; None where they agree.
         """
-        slopes = [self.slopes(step) for step in steps]
+        quotients = [self.difference_quotients(step) for step in steps]
         moving = [
             # an output that is rounded to less than float64 may stand still at a small step by
             # rounding alone
@@ -545,7 +545,7 @@ class _Line:
                 if each[MOVING].dtype == torch.float64
                 else torch.stack(each[: MOVING + 1]).any(dim=0)
             )
-            for each in zip(*slopes, strict=True)
+            for each in zip(*quotients, strict=True)
         ]
         whole = self.backward(self.cotangents)
         still = self.backward([c * ~m for c, m in zip(self.cotangents, moving, strict=True)])
@@ -554,15 +554,15 @@ class _Line:
         least = LEAST if still.dtype == torch.float64 else BY_CHANCE
         # in float32 a few elements stand still by chance at every step
         if still.norm() > least * whole.norm():
-            return self._where_constant(still, whole, moving, slopes)
-        return self._where_moving(still, whole, moving, slopes)
+            return self._where_constant(still, whole, moving, quotients)
+        return self._where_moving(still, whole, moving, quotients)
 
     def _where_constant(
         self,
         still: torch.Tensor,
         whole: torch.Tensor,
         moving: Sequence[torch.Tensor],
-        slopes: Sequence[Sequence[torch.Tensor]],
+        quotients: Sequence[Sequence[torch.Tensor]],
     ) -> Ratio | str:
         """Say of a function that passes a gradient where its output is constant whether that is on
         purpose.
@@ -576,7 +576,7 @@ class _Line:
             return CONSTANT
         if self._of_no_gradient():
             return IGNORES
-        found = self._where_moving(still, whole, moving, slopes)
+        found = self._where_moving(still, whole, moving, quotients)
         if isinstance(found, Ratio):
             return Ratio(found.ratio, passes_where_constant=True)
         if found is not None or len(self.outputs) != 1 or self.outputs[0].shape != self.leaf.shape:
@@ -596,7 +596,7 @@ class _Line:
         still: torch.Tensor,
         whole: torch.Tensor,
         moving: Sequence[torch.Tensor],
-        slopes: Sequence[Sequence[torch.Tensor]],
+        quotients: Sequence[Sequence[torch.Tensor]],
     ) -> Ratio | str | None:
         """Compare `backward` with the derivative at the elements of the output that move."""
         cotangents = [c * m for c, m in zip(self.cotangents, moving, strict=True)]
@@ -604,7 +604,7 @@ class _Line:
             float(
                 sum((c.double() * d.double()).sum() for c, d in zip(cotangents, each, strict=True))
             )
-            for each in slopes
+            for each in quotients
         ]
         terms = (whole - still).double() * self.direction.double()
         got = float(terms.sum())
@@ -620,7 +620,7 @@ class _Line:
             fine = along[MOVING : best + 1]
             if len(fine) < 2 or not off > STABLE * max(abs(value - right) for value in fine):
                 return JUMPS
-            if waits_for_ranks() or self._jumps(cotangents, slopes[best]):
+            if waits_for_ranks() or self._jumps(cotangents, quotients[best]):
                 return JUMPS
         return Ratio(got / right if right else math.inf)
 

@@ -3,7 +3,7 @@
 A sample of 16 elements is taken of every state of `.grad`; projections onto 8 vectors of random
 signs, which see every element, are added in the windows that are looked at in full. Both are
 linear, so the sample of a sum is the sum of the samples. Nothing here waits for a device: the
-sample of a gradient on a GPU is a tensor there until `read` is called.
+sample of a gradient on a GPU is a tensor there until `read_samples` is called.
 
 On a device one kernel gathers the elements of all gradients of one dtype. On a CPU numpy computes
 them, so that no autocast, dispatch mode or profiler of the program sees an operation, and without

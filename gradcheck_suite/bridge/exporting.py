@@ -537,7 +537,7 @@ _CORE = (
 
 
 class _LossModule(nn.Module):
-    """The loss as a module whose inputs are the batch's tensors, in the order of `leaves`."""
+    """The loss as a module whose inputs are the batch's tensors, in the order of `tensor_leaves`."""
 
     def __init__(self, model: nn.Module, loss: LossFunction, batch: Batch) -> None:
         super().__init__()

@@ -186,15 +186,15 @@ def place_gradient(
 ) -> GradientFault:
     """Return where gradients part, and which change of torch's backward explains it."""
     program = sides.torch_program(point)
-    run, _ = sides.slopes(program, repairs)
+    run, _ = sides.torch_gradients(program, repairs)
     frontier = _frontier(sides, point, run, wrong)
     budget = budget.of(CANDIDATES)
 
     def tried(hypothesis: Hypothesis) -> Explanation[GradientFault] | None:
         try:
             changed = repairs.with_change(hypothesis)
-            _, slopes = sides.slopes(program, changed)
-            left = wrong_gradients(sides, point, slopes, skip)
+            _, expected = sides.torch_gradients(program, changed)
+            left = wrong_gradients(sides, point, expected, skip)
         except RAISED:
             return None
         if left and not (len(left) < len(wrong) and set(left) <= set(wrong)):

@@ -541,17 +541,17 @@ class JaxProgram:
                 return outs[-1], outs[:-1]
 
             start = [given[0][k] for k in floats], [given[1][k] for k in real]
-            slope = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
-            (total, rest), slopes = slope(*start)
-            return rest, total, slopes
+            value_and_derivatives = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+            (total, rest), derivatives = value_and_derivatives(*start)
+            return rest, total, derivatives
 
-        rest, total, slopes = self._call("main", main, arguments, np.float64(shift))
+        rest, total, derivatives = self._call("main", main, arguments, np.float64(shift))
         gradients: list[Any] = [
             np.zeros(np.shape(leaf)) if is_number(leaf) else None for leaf in leaves
         ]
-        for k, slope in zip(floats, slopes[0], strict=True):
+        for k, slope in zip(floats, derivatives[0], strict=True):
             gradients[self._numbers[k]] = slope
-        by_input = dict(zip(real, slopes[1], strict=True))
+        by_input = dict(zip(real, derivatives[1], strict=True))
         return JaxRun(
             rest[: self.outs],
             rest[self.outs :],
@@ -583,13 +583,13 @@ class JaxProgram:
         arguments = self._arguments(leaves, inputs, targets)
         shape = jax.eval_shape(lambda a: self._evaluate(a, custom=False)[1], arguments)
 
-        def slopes(given: Any) -> Any:
+        def cotangents_of(given: Any) -> Any:
             zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
             return jax.grad(lambda eps: self._evaluate(given, custom=False, eps=eps)[0][-1])(zeros)
 
         return [
             c
-            for c in jax.tree.leaves(self._call("cotangents", slopes, arguments))
+            for c in jax.tree.leaves(self._call("cotangents", cotangents_of, arguments))
             if c.dtype.kind == "f"
         ]
 

@@ -769,7 +769,7 @@ class PairJudge:
             try:
                 program = self.sides.torch_program(point)
                 self._run(point)
-                run, expected = self.sides.slopes(program, self.repairs)
+                run, expected = self.sides.torch_gradients(program, self.repairs)
             except RAISED:
                 if point is self.sides.given:
                     raise
@@ -844,7 +844,9 @@ class PairJudge:
         pair = self.pair
         if pair.torch_optimizer is None:
             return
-        _, gradient = self.sides.slopes(self.sides.torch_program(self.sides.given), Repairs())
+        _, gradient = self.sides.torch_gradients(
+            self.sides.torch_program(self.sides.given), Repairs()
+        )
         set_state(pair.module, self.sides.state)
         updates = Updates(
             self.map,
