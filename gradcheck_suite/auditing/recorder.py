@@ -140,7 +140,7 @@ class TrackedParameter:
         dtype: of its gradient.
         gradient: a reference to `.grad`, its version and a checksum of some elements, as the last
             arrival left them.
-        heard: the hook that tells of its gradients: none can be set on a parameter that is frozen.
+        grad_hook: the hook that tells of its gradients: none can be set on a parameter that is frozen.
         at_once: whether that one samples `.grad`, which is else done when the pass has ended, for
             all together.
         hooks: around those of the program on this parameter.
@@ -153,7 +153,7 @@ class TrackedParameter:
     reference: weakref.ref[torch.Tensor]
     dtype: str
     gradient: tuple[Any, int, int | None] | None = None
-    heard: Any = None
+    grad_hook: Any = None
     at_once: bool = False
     hooks: tuple[Any, Any] | None = None
     raw: tuple[Raw, torch.Tensor] | None = None
@@ -423,7 +423,7 @@ class Recorder:
         self._checks: bool | None = None
         self._before: dict[int, str] = {}
         self._touched: dict[int, Raw] = {}
-        self._heard: list[torch.Tensor] = []
+        self._accumulated_into: list[torch.Tensor] = []
         self._unseen: set[int] = set()
         self._standing: dict[int, Raw] = {}
         self._graphs = KnownGraphs()
@@ -516,7 +516,7 @@ class Recorder:
         self._paused_at = self.steps_seen
         self._unhook(2)
         for known in self.parameters.values():
-            known.gradient = known.heard = known.hooks = known.raw = known.ratio = None
+            known.gradient = known.grad_hook = known.hooks = known.raw = known.ratio = None
         self._before.clear()
         self._touched.clear()
         self._unseen.clear()
@@ -529,7 +529,7 @@ class Recorder:
         for handle in self._handles[begin:]:
             handle.remove()
         del self._handles[begin:]
-        self._heard.clear()
+        self._accumulated_into.clear()
 
     @contextlib.contextmanager
     def mute(self) -> Iterator[None]:
@@ -539,7 +539,7 @@ class Recorder:
             yield
         finally:
             self.muted = False
-            self._heard.clear()
+            self._accumulated_into.clear()
 
     def resume(self, step: int) -> None:
         """Record again from a step on, and tell which ones were only counted."""
@@ -694,8 +694,8 @@ class Recorder:
 
     def _note_unseen(self) -> None:
         """Note what has arrived since the last pass, of one that was not entered from Python."""
-        self._unseen |= {self._keys[id(parameter)] for parameter in self._heard}
-        self._heard.clear()
+        self._unseen |= {self._keys[id(parameter)] for parameter in self._accumulated_into}
+        self._accumulated_into.clear()
 
     def _read_standing(self) -> None:
         """Note where something stood before the first pass that is known to reach a parameter."""
@@ -1067,7 +1067,7 @@ class Recorder:
             )
             if samples.is_shard(parameter):
                 self._shards.add(key)
-        if known.heard is None and parameter.requires_grad and parameter.is_leaf:
+        if known.grad_hook is None and parameter.requires_grad and parameter.is_leaf:
             self._listen(key, parameter, at_once=self._is_apart())
         return key
 
@@ -1078,14 +1078,16 @@ class Recorder:
     def _listen(self, key: int, parameter: torch.Tensor, *, at_once: bool) -> None:
         """Listen to what arrives at a parameter, before all other hooks."""
         known = self.parameters[key]
-        if known.heard is not None:
+        if known.grad_hook is not None:
             if known.at_once:
                 return
-            known.heard.remove()
+            known.grad_hook.remove()
         # between two kernels Python is several times as slow: what can be done at the end of the
         # pass is
-        hook = functools.partial(self._accumulated, key) if at_once else self._heard.append
-        found = known.heard = parameter.register_post_accumulate_grad_hook(hook)
+        hook = (
+            functools.partial(self._accumulated, key) if at_once else self._accumulated_into.append
+        )
+        found = known.grad_hook = parameter.register_post_accumulate_grad_hook(hook)
         known.at_once = at_once
         self._handles.append(found)
         _arrange(parameter._post_accumulate_grad_hooks, [found.id], [])
@@ -1183,11 +1185,11 @@ class Recorder:
 
     @_guarded(SUMS)
     def _arrive_all(self, running: ActivePass) -> None:
-        if self._heard and running.record.accumulates:
-            heard = {self._keys[id(parameter)]: parameter for parameter in self._heard}
-            self._arrived(running.record, heard)
-            self._graphs.arrived(running.record.place, heard.keys())
-        self._heard.clear()
+        if self._accumulated_into and running.record.accumulates:
+            arrived = {self._keys[id(parameter)]: parameter for parameter in self._accumulated_into}
+            self._arrived(running.record, arrived)
+            self._graphs.arrived(running.record.place, arrived.keys())
+        self._accumulated_into.clear()
         if self._shards:
             self._arrive_at_shards(running.record)
 
