@@ -1107,7 +1107,7 @@ FORMULAS = (
     AlterationFamily(
         "sign",
         "add|sub|rsub",
-        "the other sign",
+        "the sign of one operand flipped",
         lambda a, p: a.self - a.other if a.call.name == "add" else a.self + a.other,
         _one,
     ),
