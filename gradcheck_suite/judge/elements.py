@@ -338,7 +338,7 @@ def _faults(comparison: Comparison, name: str, weights: Diagnosis | None) -> Ite
     other = _other_parameter(comparison, name)
     if weights is not None and not (other and weights.name == "wrong-scale"):
         yield weights
-    elif not other and (scale := _factor(expected, observed, allowed)) is not None:
+    elif not other and (scale := _common_factor(expected, observed, allowed)) is not None:
         yield scale
     how = _permutation(expected, observed, allowed) if np.count_nonzero(there) > 1 else None
     if how is not None:
@@ -357,7 +357,7 @@ def _faults(comparison: Comparison, name: str, weights: Diagnosis | None) -> Ite
             " they are quantised"
         )
         yield Diagnosis("low-precision", text)
-    elif is_placed and _is_part(expected, observed, allowed, off):
+    elif is_placed and _is_cut_or_scaled(expected, observed, allowed, off):
         yield Diagnosis("partial-gradient", _partial_text(name, expected, observed, allowed, off))
     elif form := format_of(expected, observed):
         yield Diagnosis(
@@ -368,7 +368,9 @@ def _faults(comparison: Comparison, name: str, weights: Diagnosis | None) -> Ite
         )
 
 
-def _is_part(expected: Array, observed: Array, allowed: Array, off: npt.NDArray[np.bool_]) -> bool:
+def _is_cut_or_scaled(
+    expected: Array, observed: Array, allowed: Array, off: npt.NDArray[np.bool_]
+) -> bool:
     """Whether wrong elements are 0, cut, or have one factor: a single one has any factor."""
     seen = observed[off]
     due = expected[off]
@@ -384,7 +386,7 @@ PLAIN_FACTORS = (-1.0, 2.0, 3.0, 4.0, 1 / 2, 1 / 3, 1 / 4)
 """Factors of a single element that are no coincidence."""
 
 
-def _factor(expected: Array, observed: Array, allowed: Array) -> Diagnosis | None:
+def _common_factor(expected: Array, observed: Array, allowed: Array) -> Diagnosis | None:
     pivot = np.unravel_index(
         np.argmax(np.abs(expected) / np.maximum(allowed, 1e-300)), expected.shape
     )
@@ -472,7 +474,7 @@ def _scaled_by_agreement(parts: Array) -> Vector:
     return found
 
 
-def _where(parts: Array, chosen: npt.NDArray[np.intp]) -> Vector:
+def _chosen_parts(parts: Array, chosen: npt.NDArray[np.intp]) -> Vector:
     found: Vector = np.take_along_axis(parts, chosen[None], axis=0)[0]
     return found
 
@@ -480,11 +482,11 @@ def _where(parts: Array, chosen: npt.NDArray[np.intp]) -> Vector:
 COMBINATIONS: dict[str, Callable[[Array], Vector]] = {
     "the largest of those of the micro-batches": lambda parts: parts.max(axis=0),
     "the smallest of those of the micro-batches": lambda parts: parts.min(axis=0),
-    "that of the micro-batch in which it is largest in absolute value": lambda parts: _where(
+    "that of the micro-batch in which it is largest in absolute value": lambda parts: _chosen_parts(
         parts, np.abs(parts).argmax(axis=0)
     ),
-    "that of the micro-batch in which it is smallest in absolute value": lambda parts: _where(
-        parts, np.abs(parts).argmin(axis=0)
+    "that of the micro-batch in which it is smallest in absolute value": lambda parts: (
+        _chosen_parts(parts, np.abs(parts).argmin(axis=0))
     ),
     "the median of those of the micro-batches": lambda parts: np.median(parts, axis=0),
     "the lower median of those of the micro-batches": lambda parts: np.sort(parts, axis=0)[

@@ -347,7 +347,7 @@ def is_explained(
     gradients = _summed_gradients(window)
     if not np.isfinite(gradients).all() or not np.isfinite(comparison.observed).all():
         return True
-    near = _gives(weights, gradients, comparison.observed, comparison.allowed)
+    near = _weights_give(weights, gradients, comparison.observed, comparison.allowed)
     return all(
         near[comparison.layout.elements(name)].all() for name in only or comparison.layout.names
     )
@@ -475,7 +475,7 @@ def _diagnosed(
         )
         if weights.is_right:
             return None
-        diagnosis = diagnose(weights, _before(weights))
+        diagnosis = diagnose(weights, _steps_before(weights))
         read = [j for j in members if j not in template.unread]
         wrong = np.abs(observed - right * gradients[inside].sum(axis=0)) > allowed
         told_by_wrong = _rank(gradients[members]) - _rank(gradients[members][:, ~wrong])
@@ -521,9 +521,9 @@ def _by_trial(
     """
     found: dict[str, Diagnosis] = {}
     for values in trial_weights(template):
-        if _gives(values, gradients, observed, allowed).all():
+        if _weights_give(values, gradients, observed, allowed).all():
             weights = replace(template, observed=values)
-            diagnosis = diagnose(weights, _before(weights))
+            diagnosis = diagnose(weights, _steps_before(weights))
             found |= {} if names_nothing(diagnosis) else {diagnosis.name: diagnosis}
     if not found or not len(observed):
         return None
@@ -531,7 +531,7 @@ def _by_trial(
     return together if len(together.names) <= MOST_NAMES else None
 
 
-def _gives(
+def _weights_give(
     weights: Vector, gradients: Rows, observed: Vector, allowed: Vector
 ) -> npt.NDArray[np.bool_]:
     """Return (P,): whether (B,) weights of micro-batches give each element of a gradient."""
@@ -550,7 +550,7 @@ def _errors(gradients: Rows, observed: Vector, allowed: Vector) -> Vector:
     return errors
 
 
-def _before(weights: Weights) -> list[Weights]:
+def _steps_before(weights: Weights) -> list[Weights]:
     """Return the steps before one, which were judged right."""
     found = []
     for epoch in range(weights.epoch + 1):

@@ -393,7 +393,7 @@ def _separated(runner: LoopRunner, read: StepReading) -> Separation:
     if second is None or not np.isfinite(second.steps).all():
         return first
     miscounted = len(second.steps) != separating.plan.steps
-    other = _whole_windows(second) if miscounted else second.all_weights
+    other = _steps_of_whole_windows(second) if miscounted else second.all_weights
     found = None
     if not all(w.is_right for w in other):
         found = diagnose(read.weights, [*read.others, *other], known_only=True)
@@ -406,7 +406,7 @@ def _separated(runner: LoopRunner, read: StepReading) -> Separation:
     return first if own.held == own.right else replace(first, found=_by_steps(second))
 
 
-def _whole_windows(run: ProbeRun) -> list[Weights]:
+def _steps_of_whole_windows(run: ProbeRun) -> list[Weights]:
     """Return the weights of the first steps, as long as each holds all micro-batches of its window
     and no other.
 
@@ -454,12 +454,12 @@ def explain_probe(e: Evidence, steps: Sequence[Vector]) -> Diagnosis:
     runner = e.runner
     seen = steps[step]
     if case.spec is not None and "slopes" not in case.spec.loss.o:
-        return _of_weights(case, steps, step, runner)
+        return _diagnosis_of_weights(case, steps, step, runner)
     plain = probe_of(case, case.dtype).observed(runner)
     expected = expected_gradients(case) * case.plan.epochs
     if plain is not None and step < len(plain.steps):
         if not _is_right(plain.steps[step], case, step):
-            return _of_weights(case, plain.steps, step, runner)
+            return _diagnosis_of_weights(case, plain.steps, step, runner)
         if step and np.isfinite(seen).all() and _is_right(expected[step], case, step):
             return _after_another(plain, seen, step, expected[step - 1])
     return _size_fault(e, expected, seen)
@@ -499,7 +499,9 @@ def _is_right(observed: Vector, case: Case, step: int) -> bool:
     )
 
 
-def _of_weights(case: Case, steps: Sequence[Vector], step: int, runner: LoopRunner) -> Diagnosis:
+def _diagnosis_of_weights(
+    case: Case, steps: Sequence[Vector], step: int, runner: LoopRunner
+) -> Diagnosis:
     """Name a fault of the weights, read in float64 where the case's dtype is coarse."""
     dtype = "float64" if case.dtype in COARSE else case.dtype
     probe = probe_of(case, dtype)
@@ -688,7 +690,7 @@ def explain_gradient(e: Evidence) -> Diagnosis:
     comparison = e.comparison
     window = e.window
     numbers = (_worst_element(comparison),)
-    for without_a_run in (_poisoned, _of_whole_window, _of_ranks):
+    for without_a_run in (_poisoned, _of_whole_window, _diagnosis_of_ranks):
         if found := without_a_run(e):
             return replace(found, details=numbers)
     on_probe = _by_probes(e)
@@ -749,7 +751,7 @@ def _poisoned(e: Evidence) -> Diagnosis | None:
     return None if source is None else poisoned_by(source)
 
 
-def _of_ranks(e: Evidence) -> Diagnosis | None:
+def _diagnosis_of_ranks(e: Evidence) -> Diagnosis | None:
     """Return the diagnosis of a gradient that is another combination of the ranks' own than their
     sum, or None.
     """

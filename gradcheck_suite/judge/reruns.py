@@ -197,7 +197,7 @@ def explain_inputs(
     ]
     members = list(chain.from_iterable(of_ranks))
     for calls in _passes(sent, of_ranks):
-        if not calls or not _gives(reference, calls, observed):
+        if not calls or not _losses_give(reference, calls, observed):
             continue
         differences = [
             *_written_between(calls, instance),
@@ -206,7 +206,7 @@ def explain_inputs(
         found = [
             one
             for one, corrected in differences
-            if corrected is None or not _gives(reference, corrected, observed)
+            if corrected is None or not _losses_give(reference, corrected, observed)
         ]
         if found:
             return any_of(found)
@@ -235,7 +235,7 @@ def _passes(
         yield list(chain.from_iterable(calls[number - 1 :: number] for calls in sent))
 
 
-def _gives(reference: Reference, calls: Sequence[LossCall], observed: Vector) -> bool:
+def _losses_give(reference: Reference, calls: Sequence[LossCall], observed: Vector) -> bool:
     """Whether the losses, computed again as they were called, have a gradient.
 
     Ranks add up their gradients, or average them, as DistributedDataParallel does.
@@ -327,7 +327,7 @@ def _differences(
             Diagnosis("other-parameters", _moved_text(start, moved, calls)),
             [replace(call, parameters=start) for call in calls],
         )
-    if (split := _split(instance, members, calls)) is not None:
+    if (split := _diagnosis_of_parts(instance, members, calls)) is not None:
         yield split, None
     elif changed := _changed_text(instance, members, calls):
         yield Diagnosis("changed-batch", changed), None
@@ -428,7 +428,7 @@ def _moved_text(
     )
 
 
-def _split(
+def _diagnosis_of_parts(
     instance: Instance, members: Sequence[int], calls: Sequence[LossCall]
 ) -> Diagnosis | None:
     """Return the diagnosis of wrong weights where the batches are parts of the window's
@@ -473,7 +473,7 @@ def _owners_of_parts(
     for call in calls:
         given = dict(named_leaves(call.batch))
         items = len(next(tensor_leaves(call.batch), ()))
-        while at < len(due) and not _equal(given, dict(named_leaves(part(*due[at], items)))):
+        while at < len(due) and not _same_state(given, dict(named_leaves(part(*due[at], items)))):
             if instance.count(part(*due[at], 1)):
                 return None
             at += 1
@@ -492,7 +492,7 @@ def _changed_text(
     yielded = [dict(named_leaves(instance.batch(items))) for items in plan.cuts]
     for place, call in enumerate(calls):
         given = dict(named_leaves(call.batch))
-        if any(_equal(given, own) for own in yielded):
+        if any(_same_state(given, own) for own in yielded):
             continue
         index = members[min(place, len(members) - 1)]
         own = yielded[index]
@@ -503,7 +503,7 @@ def _changed_text(
             off = [
                 name
                 for name in own
-                if name not in given or not _equal({"": given[name]}, {"": own[name]})
+                if name not in given or not _same_state({"": given[name]}, {"": own[name]})
             ]
             what = f"other values in {first_of(off)}"
         return (
@@ -513,7 +513,7 @@ def _changed_text(
     return None
 
 
-def _equal(given: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> bool:
+def _same_state(given: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> bool:
     return given.keys() == own.keys() and all(
         t.shape == own[name].shape
         and t.dtype == own[name].dtype
@@ -582,7 +582,7 @@ def explain_foreign(e: Evidence, found: Diagnosis) -> Diagnosis:
     for calls in recorded.sent(e.step):
         for call in calls:
             given = dict(named_leaves(call.batch))
-            equal = {j for j, own in enumerate(yielded) if _equal(given, own)}
+            equal = {j for j, own in enumerate(yielded) if _same_state(given, own)}
             # a batch that two windows have alike tells nothing
             again |= set() if equal & {*e.window.members} else equal
     if not again:

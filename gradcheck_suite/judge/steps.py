@@ -151,7 +151,7 @@ def _repeats(run: HeldSteps) -> bool:
     return len(run.held) > len(run.right) and distinct == [step for step, _ in groupby(run.right)]
 
 
-def _is_part(run: HeldSteps) -> bool:
+def _has_missing_steps(run: HeldSteps) -> bool:
     remaining = iter(run.right)
     return 0 < len(run.held) < len(run.right) and all(step in remaining for step in run.held)
 
@@ -359,7 +359,7 @@ PREDICATES = (
     ),
     StepPredicate(
         "dropped-window",
-        _is_part,
+        _has_missing_steps,
         lambda run: True,
         _dropped_text,
         causes=lambda run: ("ranks",) if _stops_with_a_rank(run) else (),
