@@ -271,7 +271,7 @@ class _CalledError(BaseException):
         self.keywords = keywords
 
 
-def _note(*args: Any, **keywords: Any) -> Any:
+def _raise_called(*args: Any, **keywords: Any) -> Any:
     raise _CalledError(*args, **keywords)
 
 
@@ -298,7 +298,7 @@ def model_input(loss: Loss, batch: Batch) -> Any:
         CannotRunHere: the loss does not call its model as `model(x)`.
     """
     try:
-        loss(_note, batch)
+        loss(_raise_called, batch)
     except _CalledError as called:
         if len(called.given) == 1 and not called.keywords:
             return called.given[0]

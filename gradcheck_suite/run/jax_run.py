@@ -115,7 +115,7 @@ ROUNDINGS = 16
 results of the operations between them."""
 
 
-def _rounded(tensor: torch.Tensor) -> torch.Tensor:
+def _rounded_again(tensor: torch.Tensor) -> torch.Tensor:
     for _ in range(ROUNDINGS if tensor.is_floating_point() else 0):
         tensor = tensor * 1.0
     return tensor
@@ -193,9 +193,9 @@ def as_torch_problem(problem: Problem) -> LiftedProblem:
         return module
 
     def loss(module: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        given = map_leaves(_rounded, batch)
+        given = map_leaves(_rounded_again, batch)
         found: torch.Tensor = _JaxLoss.apply(
-            function, tree, given, *map(_rounded, module.parameters())
+            function, tree, given, *map(_rounded_again, module.parameters())
         )
         return found
 
@@ -668,10 +668,12 @@ def run_jax_loop(loop: Loop, instance: Instance, *, time_limit_s: float | None) 
     if case.device != "cpu":
         raise CannotRunHere(f"loops of JAX are verified on the CPU alone, got device {case.device}")
     with jax.enable_x64(case.dtype == "float64"):
-        return _run(loop, instance, optax, time_limit_s)
+        return _run_loop(loop, instance, optax, time_limit_s)
 
 
-def _run(loop: Loop, instance: Instance, optax: Any, time_limit_s: float | None) -> list[Outcome]:
+def _run_loop(
+    loop: Loop, instance: Instance, optax: Any, time_limit_s: float | None
+) -> list[Outcome]:
     case = instance.case
     names, params, loss, count = _parts(instance)
     start = {n: to_torch(a) for n, a in zip(names, jax.tree.leaves(params), strict=True)}

@@ -32,7 +32,7 @@ class LateValues:
     parameters: dict[str, torch.Tensor]
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and bool(((one == other) | (one != one)).all())
 
 
@@ -75,12 +75,12 @@ class LossCall:
         now = dict(named_leaves(batch))
         before = dict(named_leaves(self.batch))
         refilled = {
-            name: t.detach().clone() for name, t in now.items() if not _same(t, before[name])
+            name: t.detach().clone() for name, t in now.items() if not _same_values(t, before[name])
         }
         written = {
             name: p.detach().clone()
             for name, p in parameters.items()
-            if not _same(p, self.parameters[name])
+            if not _same_values(p, self.parameters[name])
         }
         if refilled or written:
             self.late = LateValues(refilled, written)

@@ -93,7 +93,9 @@ class _SGD(torch.optim.SGD):
         return _STEP_OF_SGD(self, closure)
 
 
-def _made(make: MakeOptimizer, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def _made_optimizer(
+    make: MakeOptimizer, parameters: list[torch.nn.Parameter]
+) -> torch.optim.Optimizer:
     """Return the optimizer of a factory; SGD, which every verification needs, without Dynamo."""
     made = make(parameters)
     return _SGD(parameters, **made.defaults) if type(made) is torch.optim.SGD else made
@@ -187,7 +189,7 @@ def optimizer_of(
     if name is None:
         return in_groups(NoOpOptimizer(parameters), groups)
     _expect_trainable(checked_optimizer(name), model)
-    return in_groups(_made(OPTIMIZERS[name], parameters), groups)
+    return in_groups(_made_optimizer(OPTIMIZERS[name], parameters), groups)
 
 
 # Stand-alone scripts copy the functions from here on, which therefore need torch alone. A step that
@@ -409,7 +411,7 @@ def stepped(
     """
     first = observation.evaluations[0].parameters
     parameters = {name: torch.nn.Parameter(first[name].clone()) for name in observation.gradients}
-    optimizer = _made(make_optimizer, list(parameters.values()))
+    optimizer = _made_optimizer(make_optimizer, list(parameters.values()))
     optimizer.param_groups = [
         {**copied_tensors(settings), "params": [parameters[name] for name in names]}
         for settings, names in zip(observation.settings, observation.groups, strict=True)
@@ -451,9 +453,9 @@ def rounding(
     of the coarsest tensor: the step count of torch's Adam is float32, and a compiled Adam computes
     its bias correction in this dtype, whatever that of the parameters.
     """
-    exact = _wide(make_optimizer, observation, state, "")
+    exact = _parameters_in_float64(make_optimizer, observation, state, "")
     inputs = _inputs_of_step(observation, state)
-    changed = [_wide(make_optimizer, observation, state, what) for what in inputs]
+    changed = [_parameters_in_float64(make_optimizer, observation, state, what) for what in inputs]
     after = chain.from_iterable(kept.values() for kept in observation.state_after.values())
     coarse = [value.dtype for value in after if isinstance(value, torch.Tensor)]
     allowed = {}
@@ -484,7 +486,7 @@ def _is_real(value: Any) -> bool:
     )
 
 
-def _wide(
+def _parameters_in_float64(
     make_optimizer: MakeOptimizer, observation: Observation, state: Mapping[str, Any], larger: str
 ) -> dict[str, torch.Tensor]:
     """Return the parameters after the step, computed in float64, with one input larger by `NUDGE`
