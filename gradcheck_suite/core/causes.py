@@ -389,13 +389,13 @@ def is_cause(name: str) -> bool:
 
 def meaning(name: str) -> str:
     """Return what a name stands for, or nothing where it says so itself."""
-    return " and ".join(row.meaning for row in _known(name))
+    return " and ".join(row.meaning for row in _known_causes(name))
 
 
 def remedy(name: str) -> str:
     """Return what to do about a cause, or nothing."""
-    return "; ".join(row.remedy for row in _known(name))
+    return "; ".join(row.remedy for row in _known_causes(name))
 
 
-def _known(name: str) -> list[Cause]:
+def _known_causes(name: str) -> list[Cause]:
     return [CAUSES[part] for part in causes_of(name) if part in CAUSES and part != UNKNOWN]

@@ -482,7 +482,7 @@ EVERY = 10
 """Of an audit: its share of the run's time, no limit of it, and windows from one to the next that is computed again."""
 
 
-def _share_of(budget: Any) -> float | None:
+def _budget_share(budget: Any) -> float | None:
     """Return the share that a text such as `3%` stands for, infinity for no budget, None for a text
     that is neither.
     """
@@ -523,7 +523,7 @@ class AuditOptions(Options):
         None,
         OptionValues(
             f"a share of the run's time, such as {DEFAULT_BUDGET}, or {NO_BUDGET}",
-            lambda value: bool(_share_of(value)),
+            lambda value: bool(_budget_share(value)),
         ),
         "share of the run's time that the audit may take: after the first windows it judges pairs"
         f" of them, and counts the others; {NO_BUDGET} judges every window",
@@ -624,7 +624,7 @@ class AuditOptions(Options):
 
         None where every window is judged.
         """
-        share = _share_of(self.budget or (NO_BUDGET if self.every else DEFAULT_BUDGET))
+        share = _budget_share(self.budget or (NO_BUDGET if self.every else DEFAULT_BUDGET))
         return None if share == math.inf else share
 
     def accepts(self, name: str, where: str | None) -> bool:
