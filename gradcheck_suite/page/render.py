@@ -155,7 +155,7 @@ def _code(content: str) -> str:
     return re.sub(r"[`\n<>]", " ", content)
 
 
-def _plain(content: str) -> str:
+def _escaped(content: str) -> str:
     """Return text in which Markdown and HTML see nothing but text; backticks in pairs stay code."""
     parts = re.split(r"(`[^`\n<>|]+`)", content)
     return "".join(
@@ -164,7 +164,7 @@ def _plain(content: str) -> str:
 
 
 def _cell(content: str) -> str:
-    return _plain(content).replace("|", "\\|").replace("\n", "<br>")
+    return _escaped(content).replace("|", "\\|").replace("\n", "<br>")
 
 
 # The report, or violations alone, as one HTML file that opens offline.
@@ -257,7 +257,7 @@ def _html(
 ) -> str:
     figures = chain.from_iterable(part.figures for part in parts)
     specs = {figure.key: figure.spec for figure in figures}
-    scripts = [*vendored().values(), *(_text("templates", name) for name in SCRIPTS)]
+    scripts = [*vendored().values(), *(_resource_text("templates", name) for name in SCRIPTS)]
     plots = {"config": config(), "specs": specs}
     from markupsafe import Markup
 
@@ -266,7 +266,7 @@ def _html(
         .get_template(template)
         .render(
             **values,
-            style=Markup(style_sheet() + _text("templates", "page.css")),
+            style=Markup(style_sheet() + _resource_text("templates", "page.css")),
             scripts=[Markup(_checked_script(script)) for script in scripts],
             policy=_policy(scripts),
             plots=Markup(json_for_script(plots)),
@@ -279,8 +279,8 @@ def vendored() -> dict[str, str]:
     """Return the vendored scripts by file name, in the order in which they load, without references
     to source maps.
     """
-    names = tomllib.loads(_text("vendor", "vendor.toml"))
-    return {name: _SOURCE_MAP.sub("", _text("vendor", name)) for name in names}
+    names = tomllib.loads(_resource_text("vendor", "vendor.toml"))
+    return {name: _SOURCE_MAP.sub("", _resource_text("vendor", name)) for name in names}
 
 
 def json_for_script(data: Any) -> str:
@@ -310,7 +310,7 @@ def _policy(scripts: Iterable[str]) -> str:
     )
 
 
-def _text(*path: str) -> str:
+def _resource_text(*path: str) -> str:
     return resources.files("gradcheck_suite.page").joinpath(*path).read_text(encoding="utf-8")
 
 
@@ -319,13 +319,13 @@ def _environment() -> jinja2.Environment:
     from markupsafe import Markup, escape
 
     environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(lambda name: _text("templates", name)),
+        loader=jinja2.FunctionLoader(lambda name: _resource_text("templates", name)),
         autoescape=lambda name: not str(name).endswith(".md.j2"),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"text": _plain, "cell": _cell, "code": _code}
+    environment.filters |= {"text": _escaped, "cell": _cell, "code": _code}
     environment.globals |= {
         "shown": cell_text,
         "static": static,

@@ -54,7 +54,7 @@ class _Judged:
     record: Record
 
 
-def _judged(records: Records) -> list[_Judged]:
+def _judged_runs(records: Records) -> list[_Judged]:
     """Return what was judged, oldest first."""
     found = [
         _Judged(audited_script(record.data)[0], record.data, record)
@@ -75,7 +75,7 @@ def own_verdicts(records: Records) -> tuple[HeadlineAnswer, ...]:
     """
     found: dict[str, dict[str, Data]] = {}
     runs: dict[str, str] = {}
-    judged = _judged(records)
+    judged = _judged_runs(records)
     if not judged:
         return ()
     for one in judged:
@@ -250,7 +250,7 @@ def compared(old: Path, new: Path, contents: ReportContents = OWN) -> list[str]:
 
     before, records_before = made_from(read_all(old, contents.kinds), facts)
     after, records_after = made_from(read_all(new, contents.kinds), facts)
-    lines = _changes(before, after)
+    lines = _differing_facts(before, after)
     for folder, records in ((old, records_before), (new, records_after)):
         lines += [
             f"left out: {folder}: {problem.removesuffix('; left out')}"
@@ -259,7 +259,7 @@ def compared(old: Path, new: Path, contents: ReportContents = OWN) -> list[str]:
     return lines
 
 
-def _changes(old: Mapping[str, Facts], new: Mapping[str, Facts]) -> list[str]:
+def _differing_facts(old: Mapping[str, Facts], new: Mapping[str, Facts]) -> list[str]:
     """Return every difference between the facts of two folders as a line, below the name of its
     kind.
 

@@ -46,7 +46,7 @@ def weights_plot(weights: Sequence[Weight]) -> Spec:
     """Return the expected and the observed weight of each item as bars."""
     rows = []
     for weight in weights:
-        for which, value in _numbers(weight).items():
+        for which, value in _numbers_of_weight(weight).items():
             # JSON has no infinity and no NaN, and no plot can show them
             shown = value if math.isfinite(value) else None
             row = {"micro-batch": micro_batch(weight), "which": which, "weight": shown}
@@ -67,7 +67,7 @@ def weights_plot(weights: Sequence[Weight]) -> Spec:
     return sized(found, width=90 * len(weights) + 60)
 
 
-def _numbers(weight: Weight) -> dict[str, float]:
+def _numbers_of_weight(weight: Weight) -> dict[str, float]:
     return dict(zip(WEIGHTS, (weight.observed, weight.expected), strict=True))
 
 
@@ -301,7 +301,7 @@ def _weights_table(weights: Sequence[Weight]) -> Table | None:
         {
             "micro-batch": micro_batch(w),
             "count": json_number(w.count),
-            **{name: json_number(value) for name, value in _numbers(w).items()},
+            **{name: json_number(value) for name, value in _numbers_of_weight(w).items()},
         }
         for w in weights
     ]
