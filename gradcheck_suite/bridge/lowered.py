@@ -462,7 +462,7 @@ def wrong_backwards(
     found: list[WrongBackward] = []
     for kind in sorted(functions, key=lambda kind: kind.__qualname__):
         for call in [call for call in calls.values() if call.kind is kind][:MOST]:
-            if wrong := _judged(call):
+            if wrong := _judged_call(call):
                 found.append(wrong)
                 break
     return tuple(found)
@@ -522,7 +522,7 @@ def _own_gradient(
     return [g.numpy() for g in found]
 
 
-def _judged(call: _FunctionModule) -> WrongBackward | None:
+def _judged_call(call: _FunctionModule) -> WrongBackward | None:
     generator = torch.Generator().manual_seed(0)
     try:
         weights = [
@@ -550,7 +550,9 @@ def _judged(call: _FunctionModule) -> WrongBackward | None:
     for number, got, name, rounding in zip(
         call.numbers, own, lowered.trainable, noise, strict=True
     ):
-        if wrong := _compared(call.kind, number, got, by_name[name], (relative, NOISE * rounding)):
+        if wrong := _compared_gradient(
+            call.kind, number, got, by_name[name], (relative, NOISE * rounding)
+        ):
             return wrong
     return None
 
@@ -559,7 +561,7 @@ def _largest(x: npt.NDArray[np.float64]) -> float:
     return float(np.max(np.abs(x), initial=0, where=np.isfinite(x)))
 
 
-def _compared(
+def _compared_gradient(
     kind: type,
     number: int,
     got: npt.NDArray[Any],

@@ -332,7 +332,9 @@ def _tie(model: torch.nn.Module, name: str, original: str) -> None:
         raise UsageError(
             f"ties: the model has no module or parameter of that name: {error}"
         ) from None
-    shapes = [{key: p.shape for key, p in _named(member)} for member in (found, replaced)]
+    shapes = [
+        {key: p.shape for key, p in _named_parameters_of(member)} for member in (found, replaced)
+    ]
     if type(found) is not type(replaced) or shapes[0] != shapes[1]:
         raise UsageError(
             f"ties: expected two modules or two parameters of one shape, got {name!r} and"
@@ -347,7 +349,9 @@ def _member(model: torch.nn.Module, name: str) -> torch.nn.Module | torch.nn.Par
     return module.get_parameter(last) if last in module._parameters else module.get_submodule(last)
 
 
-def _named(member: torch.nn.Module | torch.nn.Parameter) -> Iterable[tuple[str, torch.Tensor]]:
+def _named_parameters_of(
+    member: torch.nn.Module | torch.nn.Parameter,
+) -> Iterable[tuple[str, torch.Tensor]]:
     return [("", member)] if isinstance(member, torch.nn.Parameter) else member.named_parameters()
 
 

@@ -201,7 +201,7 @@ def _leaf_name(path: Sequence[Any]) -> str:
     return ".".join(names)
 
 
-def _traced(
+def _traced_loss(
     now: Marking,
     function: Callable[..., Any],
     args: Sequence[Any],
@@ -293,7 +293,7 @@ def value_and_grad(
         if now is None:
             return real(*args, **kwargs)
         numbers = _indices(argnums, len(args))
-        traced = None if numbers is None else _traced(now, fun, args, kwargs, numbers)
+        traced = None if numbers is None else _traced_loss(now, fun, args, kwargs, numbers)
         if traced is None:
             return real(*args, **kwargs)
         of_traced = UNMARKED.value_and_grad(
@@ -352,7 +352,7 @@ def vjp(fun: Callable[..., Any], *primals: Any, has_aux: bool = False, **options
     now = _current()
     traced = None
     if now is not None:
-        traced = _traced(
+        traced = _traced_loss(
             now,
             fun,
             primals,

@@ -608,12 +608,12 @@ def check_rule(program: Program, rule: CustomRule, known: dict[Var, Any]) -> Any
             lambda *xs, f=function: [y for y in f(*xs) if is_float(y)], *inputs
         )
         cotangents = [_cotangent(i, one) for i, one in enumerate(results)]
-        gradients.append(_flat(back(cotangents)))
+        gradients.append(_flattened(back(cotangents)))
     own, entered = gradients
     distance = jnp.float32(jnp.nan)
     if results and inputs[0].shape == results[0].shape:
-        distance = _norm(_flat(inputs[:1]) - _flat(results[:1]))
-    found = jnp.stack([_norm(own), _norm(entered), _norm(own - entered), distance])
+        distance = _norm_of(_flattened(inputs[:1]) - _flattened(results[:1]))
+    found = jnp.stack([_norm_of(own), _norm_of(entered), _norm_of(own - entered), distance])
     return jnp.where(is_called, found, jnp.nan)
 
 
@@ -623,9 +623,9 @@ def _cotangent(index: int, result: Any) -> Any:
     return jax.lax.pcast(cotangent, axes, to="varying") if axes else cotangent
 
 
-def _flat(arrays: Sequence[Any]) -> Any:
+def _flattened(arrays: Sequence[Any]) -> Any:
     return jnp.concatenate([one.astype(jnp.float32).reshape(-1) for one in arrays])
 
 
-def _norm(flat: Any) -> Any:
+def _norm_of(flat: Any) -> Any:
     return jnp.sqrt(jnp.sum(flat * flat))

@@ -43,7 +43,7 @@ def term_of(term: LossTerm, levels: Sequence[Sequence[float]], unread: str) -> T
     if not even:
         return Term(expression, opaque="its items have other weights each", line=line)
     first = even[0]
-    weight = _weight(even[0])
+    weight = _signed_weight(even[0])
     alike = [one for one in even if one[NUMBER] and _is_alike(one, weight)]
     others = [one for one in even if one[NUMBER] and not _is_alike(one, weight)]
     # sums of rows may be summed: the innermost items are counted, or the outermost, or the fewest
@@ -56,7 +56,7 @@ def term_of(term: LossTerm, levels: Sequence[Sequence[float]], unread: str) -> T
         expression,
         weight,
         counts,
-        deeper=tuple((_weight(one), float(one[NUMBER])) for one in others),
+        deeper=tuple((_signed_weight(one), float(one[NUMBER])) for one in others),
         tolerance=TOLERANCE,
         of_parameters=term.of_parameters,
         line=line,
@@ -67,7 +67,7 @@ def _is_even(row: np.ndarray[tuple[int], np.dtype[np.float64]]) -> bool:
     return bool(row[LARGEST] - row[LEAST] <= EVEN * row[LARGEST])
 
 
-def _weight(row: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
+def _signed_weight(row: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
     return float(np.sign(row[TOTAL]) * row[LARGEST]) if row[NUMBER] else 0.0
 
 

@@ -115,7 +115,7 @@ class JaxRecorder:
     def open(self) -> None:
         """Begin to watch."""
         self.is_open = True
-        self._stack.enter_context(_replaced(self.marking))
+        self._stack.enter_context(_jax_replaced(self.marking))
         self._stack.enter_context(functions.marking(self.marking))
         calls.OBSERVERS.append(self)
         self._stack.callback(calls.OBSERVERS.remove, self)
@@ -275,7 +275,7 @@ class JaxRecorder:
 
 
 @contextlib.contextmanager
-def _replaced(now: Marking) -> Iterator[None]:
+def _jax_replaced(now: Marking) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         replace(
             stack,

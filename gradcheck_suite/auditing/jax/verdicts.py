@@ -118,9 +118,9 @@ class Verdicts:
             several[one.diagnosis, one.where].append(one)
         united = []
         for ones in several.values():
-            first = min(ones, key=_order)
+            first = min(ones, key=_step_order)
             united.append(replace(first, occurrences=len({one.step for one in ones})))
-        return sorted(united, key=_order)
+        return sorted(united, key=_step_order)
 
     @property
     def violated(self) -> set[int]:
@@ -312,7 +312,7 @@ class Verdicts:
             read: list[ComparedObjective] = []
             for objectives in one.readings[0].values():
                 read += objectives.get("each", ())
-            divisors = [_share_of(found) for found in read]
+            divisors = [_divisor_of_share(found) for found in read]
             if not read or not all(divisors):
                 continue  # where one term is whole, the share of another is a coefficient
             said = (
@@ -328,11 +328,11 @@ class Verdicts:
         return bool(optimizer.steps) and optimizer.held.times > 0.5 * optimizer.steps
 
 
-def _order(violation: Violation) -> float:
+def _step_order(violation: Violation) -> float:
     return float("inf") if violation.step is None else violation.step
 
 
-def _share_of(objective: ComparedObjective) -> int:
+def _divisor_of_share(objective: ComparedObjective) -> int:
     """Return N where an objective is 1/N of what may be counted; 0 where it is no such share."""
     if objective.status != "equal" or objective.right():
         return 0

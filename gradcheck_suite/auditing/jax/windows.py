@@ -235,11 +235,13 @@ def _is_close(a: Vector, b: Vector, shapes: Sequence[tuple[int, ...]]) -> bool:
     """Return whether two samples of parameters are of the same ones."""
     is_sum = _sums_in(tuple(shapes))
     if len(is_sum) != len(a):
-        return _within(a, b, SAME)
-    return _within(a[~is_sum], b[~is_sum], SAME) and _within(a[is_sum], b[is_sum], SAME_SUM)
+        return _is_within_tolerance(a, b, SAME)
+    return _is_within_tolerance(a[~is_sum], b[~is_sum], SAME) and _is_within_tolerance(
+        a[is_sum], b[is_sum], SAME_SUM
+    )
 
 
-def _within(a: Vector, b: Vector, tolerance: float) -> bool:
+def _is_within_tolerance(a: Vector, b: Vector, tolerance: float) -> bool:
     return bool(np.abs(a - b).max(initial=0.0) <= tolerance * np.abs(a).max(initial=1e-30))
 
 
