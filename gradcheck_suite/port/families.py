@@ -1155,7 +1155,7 @@ def weights(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
 
 
 def altered(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
-    """Yield that an operand has its sign flipped, or 1 added: in this call, or in all of its line."""
+    """Yield that an operand has its sign flipped, or 1 added, in this call or in all of its line."""
     yield from _operands(search, place, signs)
 
 
