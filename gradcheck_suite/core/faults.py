@@ -94,6 +94,7 @@ def _steps_fault(
 
 
 def _parameters_fault(name: str, meaning: str, remedy: str, **more: Any) -> Fault:
+    # an audit does not follow what moves a parameter between steps, and so finds few of these
     own = {"jax": None, "command": "verify", **more}
     jax = own.pop("jax")
     return Fault(
@@ -819,6 +820,7 @@ def remedy_of(
     found: dict[str, None] = {}
     for fault in (FAULTS[name] for name in diagnosis.split(" or ")):
         own = [fault.causes[cause] for cause in causes if cause in fault.causes] or [fault.remedy]
+        # a dict keeps the order and each remedy once: several causes may share one
         found |= dict.fromkeys(one.jax if jax and one.jax else one.torch for one in own)
     of_library = [
         BY_LIBRARY[library, key] for key in (diagnosis, *causes) if (library, key) in BY_LIBRARY
@@ -830,6 +832,8 @@ def remedy_over_ranks(explanation: str, diagnosis: str) -> str:
     """Return an explanation with what its remedy says where there are several ranks or devices."""
     for name in diagnosis.split(" or "):
         if name in FAULTS and (remedy := FAULTS[name].remedy).ranks:
+            # the remedy is in the explanation as a text already: it was chosen before ranks were
+            # known
             explanation = explanation.replace(remedy.torch, f"{remedy.torch}{remedy.ranks}", 1)
     return explanation
 
