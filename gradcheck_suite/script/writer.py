@@ -224,6 +224,66 @@ def _global_names(text: str) -> list[str]:
     return sorted((outer | inner) - {"__conditional_annotations__"})
 
 
+def _definition_of(function: Any) -> ast.AST | None:
+    """Return the definition of a function of the suite; None for one that another function makes."""
+    _, tree, names = _module_source(function.__module__)
+    if function.__name__ != "<lambda>":
+        found: ast.AST | None = names.get(function.__name__)
+        return found
+    # a lambda has no name to look it up by, but a line
+    line = function.__code__.co_firstlineno
+    return next(n for n in ast.walk(tree) if isinstance(n, ast.Lambda) and n.lineno == line)
+
+
+def _statements_of(node: ast.AST | None) -> Sequence[ast.stmt]:
+    """Return what a function does, without its docstring."""
+    if isinstance(node, ast.Lambda):
+        return [ast.Return(node.body)]
+    return [one for one in getattr(node, "body", ()) if not isinstance(one, ast.Expr)]
+
+
+def _names_read(node: ast.AST | None) -> list[str]:
+    """Return the names that a definition reads, each as often as it does."""
+    return [
+        part.id
+        for part in (() if node is None else ast.walk(node))
+        if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load)
+    ]
+
+
+def _is_written_twice(given: Mapping[str, Any], uses: Sequence[str]) -> bool:
+    """Return whether an argument that computes something would stand in an expression twice."""
+    texts = {name: value for name, value in given.items() if isinstance(value, str)}
+    return any(uses.count(name) > 1 and "(" in text for name, text in texts.items())
+
+
+class _WithArguments(ast.NodeTransformer):
+    """Puts arguments in the place of a function's parameters, and values in that of constants.
+
+    Args:
+        given: parameter or local variable -> its text, or a mapping whose entries are written out.
+        names: what the names of the function's module stand for.
+    """
+
+    def __init__(self, given: Mapping[str, Any], names: Mapping[str, Any]) -> None:
+        self._given = given
+        self._names = names
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        """Return the entry of a mapping that is given."""
+        options = self._given.get(node.value.id) if isinstance(node.value, ast.Name) else None
+        if isinstance(options, Mapping):
+            return ast.Constant(options[ast.literal_eval(node.slice)])
+        return self.generic_visit(node)
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        """Return what a name stands for, where it is given, or another name of something of torch."""
+        if node.id in self._given:
+            return ast.parse(_quoted(self._given[node.id]), mode="eval").body
+        value = getattr(self._names.get(node.id, node), "value", None)
+        return value if isinstance(value, ast.Attribute) else node
+
+
 class Sources:
     """Definitions and imports gathered so far; a definition comes after those it needs."""
 
@@ -297,64 +357,37 @@ class Sources:
             function: the function to copy or to write out.
             arguments: the text of each, or a mapping whose entries are written out.
         """
-        _, tree, names = _module_source(function.__module__)
-        node = names.get(function.__name__)
-        if function.__name__ == "<lambda>":
-            line = function.__code__.co_firstlineno
-            node = next(n for n in ast.walk(tree) if isinstance(n, ast.Lambda) and n.lineno == line)
-        given = dict(zip(inspect.signature(function).parameters, arguments, strict=True))
+        written = self._written_out(function, arguments)
+        if written is not None:
+            return written
+        return f"{self.expression(function)}({', '.join(map(_quoted, arguments))})"
 
-        class Put(ast.NodeTransformer):
-            def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
-                if isinstance(node.value, ast.Name) and isinstance(
-                    given.get(node.value.id), Mapping
-                ):
-                    return ast.Constant(given[node.value.id][ast.literal_eval(node.slice)])
-                return self.generic_visit(node)
+    def _written_out(self, function: Any, arguments: Sequence[Any]) -> str | None:
+        """Return a call as one expression.
 
-            def visit_Name(self, node: ast.Name) -> ast.AST:
-                found = names.get(node.id, node)
-                if node.id in given:
-                    return ast.parse(_quoted(given[node.id]), mode="eval").body
-                return (
-                    found.value
-                    if isinstance(getattr(found, "value", None), ast.Attribute)
-                    else node
-                )
-
-        uses = [
-            n.id
-            for n in ast.walk(node or tree)
-            if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)
-        ]
-        if isinstance(node, ast.Lambda):
-            body: Sequence[ast.stmt] = [ast.Return(node.body)]
-        else:
-            body = getattr(node, "body", ())
-        for statement in body:
-            if isinstance(statement, ast.Expr):  # the docstring
-                continue
-            is_twice = any(
-                uses.count(n) > 1 and "(" in value
-                for n, value in given.items()
-                if isinstance(value, str)
-            )
-            target = statement.targets[0] if isinstance(statement, ast.Assign) else ast.Name("")
-            if (
-                is_twice
-                or not isinstance(statement, ast.Return | ast.Assign)
-                or not isinstance(target, ast.Name)
-            ):
-                break
+        None where the function is more than names that are assigned once, and what it returns.
+        """
+        names = _module_source(function.__module__)[2]
+        node = _definition_of(function)
+        uses = _names_read(node)
+        given: dict[str, Any] = dict(
+            zip(inspect.signature(function).parameters, arguments, strict=True)
+        )
+        for statement in _statements_of(node):
+            if not isinstance(statement, ast.Return | ast.Assign) or _is_written_twice(given, uses):
+                return None
             # of a copy: the tree is kept
             copy = ast.parse(ast.unparse(statement.value or ast.Constant(None)), mode="eval")
-            text = _quoted(ast.unparse(Put().visit(copy)))
+            text = _quoted(ast.unparse(_WithArguments(given, names).visit(copy)))
             if isinstance(statement, ast.Return):
                 ours = [_global_names(_quoted(argument)) for argument in arguments]
                 self.add(function.__module__, *sorted({*_global_names(text)}.difference(*ours)))
                 return text if isinstance(copy.body, ast.Call) else f"({text})"
+            target = statement.targets[0]
+            if not isinstance(target, ast.Name):
+                return None
             given[target.id] = text
-        return f"{self.expression(function)}({', '.join(map(_quoted, arguments))})"
+        return None
 
     def expression(self, function: Any) -> str:
         """Return the name of a function of the suite, or the call of the function that makes it."""
