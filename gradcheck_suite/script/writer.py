@@ -606,7 +606,7 @@ def _users(problem: Problem, case: Case, sources: Sources) -> dict[str, Any]:
         "count": (
             "torch.as_tensor(PROBLEM.count(batch))"
             if given
-            else "torch.tensor(len(next(leaves(batch))))"
+            else "torch.tensor(len(next(tensor_leaves(batch))))"
         ),
         "definitions_problem": sources.take(),
         "found": _loaded(str(case.problem_name)),
