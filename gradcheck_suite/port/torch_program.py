@@ -171,6 +171,8 @@ def _key(tensor: torch.Tensor) -> Any:
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether two tensors of one storage share elements."""
+    # strides may leave gaps, so that two tensors may lie within each other and share nothing: the
+    # elements are drawn and compared
     size = a.untyped_storage().nbytes() // min(a.element_size(), b.element_size())
     first = torch.zeros(size, dtype=torch.bool)
     first.as_strided(a.shape, a.stride(), a.storage_offset()).fill_(True)
@@ -198,6 +200,7 @@ class _OperationRecorder(Mode):
             self._note(tensor, Ref(kind, index))
 
     def _note(self, tensor: torch.Tensor, ref: Ref, keyed: bool = True) -> None:
+        # an id is one as long as its object is alive
         self._kept.append(tensor)
         self._ids[id(tensor)] = ref
         if keyed and tensor.numel():
@@ -221,6 +224,7 @@ class _OperationRecorder(Mode):
         """Return the calls that wrote into a tensor's memory after the call that made it."""
         if not isinstance(ref, Ref) or not tensor.numel():
             return []
+        # inputs and state were there before the first call
         since = ref.kind if isinstance(ref.kind, int) else -1
         later = [i for i in self._writes.get(tensor.untyped_storage().data_ptr(), []) if i > since]
         return [Ref(i, 0) for i in later if _overlap(tensor, self.calls[i].outs[0])]
@@ -254,10 +258,13 @@ class _OperationRecorder(Mode):
 
         Return what notes its results.
         """
+        # asked before the call, which may write into its arguments
         refs = [self.ref(tensor) for tensor in given.tensors]
         start = len(self.calls)
 
         def end(out: Any) -> Any:
+            # a reentrant checkpoint runs its forward without gradients, and again with them in the
+            # backward
             if kind.__name__ == CHECKPOINTED:
                 for call in self.calls[start:]:
                     call.grad = True
@@ -309,6 +316,7 @@ class _OperationRecorder(Mode):
         """Note the results of the last call."""
         index = len(self.calls) - 1
         first = call.outs[0] if call.outs else None
+        # from here on, the memory stands for the result of this call
         if call.mutates and isinstance(first, torch.Tensor) and first.numel():
             self._writes.setdefault(first.untyped_storage().data_ptr(), []).append(index)
             self._ids.pop(id(first), None)
@@ -362,6 +370,7 @@ def attention(
     enable_gqa: bool = False,
 ) -> Any:
     """Compute what `torch.nn.functional.scaled_dot_product_attention` computes, with its arguments."""
+    # torch repeats each key for a group of queries
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
@@ -409,9 +418,11 @@ class _Steps(TorchFunctionMode):
 def _attention_in_steps(recorder: _OperationRecorder) -> Iterator[None]:
     fast = torch.backends.mha.get_fastpath_enabled()
     functional = nn.functional
+    # in eval mode, torch's encoder computes a whole layer by one fused call, which has no steps
     torch.backends.mha.set_fastpath_enabled(False)
     functional.scaled_dot_product_attention = attention
     packed = getattr(functional, _PACKED)
+    # `multi_head_attention_forward` reads the name in its own module
     setattr(functional, _PACKED, _projections)
     try:
         with _Steps(recorder):
@@ -428,6 +439,7 @@ def as_tensor(value: Any) -> Any:
         return pytree.tree_map(as_tensor, value)
     if not hasattr(value, "__array__") or isinstance(value, torch.Tensor):
         return value
+    # a copy: an array of JAX is read-only
     found = torch.as_tensor(np.array(value))
     return found.double() if found.is_floating_point() else found
 
@@ -496,6 +508,7 @@ def _changed(
         # later calls may be views that fit the memory of the result that was recorded
         return [v.contiguous() if isinstance(v, torch.Tensor) else v for v in made]
     made = flat(change(call, [args[0].clone(), *args[1:]], kwargs, get))
+    # later calls read the memory, and not the result
     args[0].copy_(made[0])
     return [args[0], *made[1:]]
 
@@ -590,6 +603,7 @@ class TorchProgram:
             yield
 
     def _needed(self) -> set[int]:
+        # what a call writes may be read through another view, so that all of these are needed
         todo = [r.kind for r in self.ends] + [i for i, c in enumerate(self.calls) if c.mutates]
         found: set[int] = set()
         while todo:
