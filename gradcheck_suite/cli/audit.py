@@ -86,13 +86,16 @@ def script_runner(path: str, arguments: Sequence[str]) -> Callable[[], dict[str,
     except (SyntaxError, ValueError) as error:
         raise UsageError(f"{path}: not Python: {error}") from None
 
+    # as Python has it since 3.9: a script that changes the folder still finds what lies beside it
+    place = os.path.abspath(path)
+
     def run() -> dict[str, Any]:
         main = types.ModuleType("__main__")
         main.__dict__.update(
-            __file__=path,
+            __file__=place,
             __builtins__=sys.modules["builtins"],
             __cached__=None,
-            __loader__=importlib.machinery.SourceFileLoader("__main__", path),
+            __loader__=importlib.machinery.SourceFileLoader("__main__", place),
         )
         with _interpreter_of([path, *arguments], str(file.resolve().parent)):
             sys.modules["__main__"] = main
