@@ -19,8 +19,9 @@ from gradcheck_suite.port.matching import array, only_moves
 from gradcheck_suite.port.mistakes import is_activation
 from gradcheck_suite.port.number_sets import Array, Numbers
 from gradcheck_suite.port.own_functions import OwnFunction
+from gradcheck_suite.port.rounding import RESOLUTION, rounding_bounds
 from gradcheck_suite.port.search import ALIKE, Repairs, repeated
-from gradcheck_suite.port.sides import RESOLUTION, Point, Sides, input_name
+from gradcheck_suite.port.sides import Point, Sides, input_name
 from gradcheck_suite.port.torch_program import Call, Change, Ref, TorchProgram, TorchRun, fill
 
 CANDIDATES = 1200
@@ -56,7 +57,7 @@ def wrong_gradients(
     of each.
     """
     run = sides.jax_run(point)
-    allowed = sides.bounds(point).gradients
+    allowed = rounding_bounds(sides, point).gradients
     theirs = run.gradients
     observed = sides.gradients(run)
     parameters = [g for n, g in expected.items() if n in sides.map.offsets]
@@ -152,7 +153,7 @@ def _frontier(sides: Sides, point: Point, run: TorchRun, names: Iterable[str]) -
 
 def _cotangents_matched(sides: Sides, point: Point, run: TorchRun) -> dict[Ref, bool | None]:
     """Return, for each result of torch that has a gradient, whether the port has that gradient."""
-    bounds = sides.bounds(point)
+    bounds = rounding_bounds(sides, point)
     theirs = [g for g in sides.jax_run(point).gradients if g is not None]
     theirs += list(sides.jax_run(point).input_gradients.values())
     tolerance = max(10 * RESOLUTION, bounds.outputs if bounds.rounded else 0.0)
@@ -179,14 +180,14 @@ def place_gradient(
 ) -> GradientFault:
     """Return where gradients part, and which change of torch's backward explains it."""
     program = sides.torch_program(point)
-    run, _ = sides.slopes(program, repairs)
+    run, _ = sides.torch_gradients(program, repairs)
     frontier = _frontier(sides, point, run, wrong)
     budget = budget.of(CANDIDATES)
 
     def tried(hypothesis: Hypothesis) -> Explanation[GradientFault] | None:
         try:
             changed = repairs.with_change(hypothesis)
-            _, slopes = sides.slopes(program, changed)
+            _, slopes = sides.torch_gradients(program, changed)
             left = wrong_gradients(sides, point, slopes, skip)
         except RAISED:
             return None
