@@ -18,11 +18,11 @@ from gradcheck_suite.port.explanation import Explanation, best_explanation
 from gradcheck_suite.port.families import FAMILIES, reordered
 from gradcheck_suite.port.judgement import Judgement, Opaque, Repair, lines, named, repairs_of
 from gradcheck_suite.port.matching import Matching, array, outputs_error
-from gradcheck_suite.port.number_sets import SAME, Array, aligned, error
+from gradcheck_suite.port.number_sets import SAME, Array, error, with_axes_aligned
 from gradcheck_suite.port.outputs import exchanged
 from gradcheck_suite.port.rare_inputs import other_orders
 from gradcheck_suite.port.result import Kind, PortFinding
-from gradcheck_suite.port.search import LEAST, PLACES, Found, Search
+from gradcheck_suite.port.search import LEAST, PLACES, CauseSearch, FoundChange
 from gradcheck_suite.port.sides import Point
 from gradcheck_suite.port.torch_program import Change, Ref, TorchRun, flat
 from gradcheck_suite.port.witnesses import port_numbers, witnesses
@@ -70,10 +70,10 @@ class _Searched:
         found: the change that explains the difference, None where there is none.
     """
 
-    search: Search
+    search: CauseSearch
     ends: list[Ref]
     first: list[int]
-    found: Found | None
+    found: FoundChange | None
 
 
 class ForwardComparison:
@@ -202,7 +202,7 @@ class ForwardComparison:
         return False
 
     def _searched(self, difference: _Difference) -> _Searched:
-        """Search for the change that explains a difference."""
+        """CauseSearch for the change that explains a difference."""
         point = difference.point
         program = self._sides.torch_program(point)
         run = self._judgement.run(point)
@@ -215,7 +215,7 @@ class ForwardComparison:
         # the port's value in place of torch's, where the cause is unknown, is that of one point
         # alone
         others = () if self._judgement.opaque else tuple(witnesses(self._sides, point))
-        search = Search(
+        search = CauseSearch(
             program,
             matching,
             self._judgement.repairs,
@@ -312,7 +312,9 @@ class ForwardComparison:
             **difference.numbers,
         )
 
-    def _add_explained(self, matching: Matching, found: Found, difference: _Difference) -> None:
+    def _add_explained(
+        self, matching: Matching, found: FoundChange, difference: _Difference
+    ) -> None:
         hypothesis = found.hypothesis
         calls = matching.program.calls
         call = calls[hypothesis.at if hypothesis.at is not None else found.place]
@@ -386,7 +388,7 @@ class ForwardComparison:
         return True
 
 
-def _value_put_in(search: Search, index: int) -> Hypothesis | None:
+def _value_put_in(search: CauseSearch, index: int) -> Hypothesis | None:
     """Return the port's value in place of the result of the first lost call or of one behind it, if
     what follows agrees then.
     """
@@ -398,7 +400,7 @@ def _value_put_in(search: Search, index: int) -> Hypothesis | None:
             out = search.matching.run.seen[place][0]
             if isinstance(out, torch.Tensor):
                 for i in numbers.of_size(out.numel())[:PUT_IN]:
-                    yield place, aligned(numbers.arrays[i], array(out))
+                    yield place, with_axes_aligned(numbers.arrays[i], array(out))
 
     def tried(candidate: tuple[int, Array]) -> Explanation[Hypothesis] | None:
         place, theirs = candidate
@@ -421,7 +423,7 @@ def _relative(expected: Any, observed: Array) -> Array:
     number.
     """
     wanted = array(expected).astype(np.float64)
-    found = aligned(array(observed), wanted).astype(np.float64)
+    found = with_axes_aligned(array(observed), wanted).astype(np.float64)
     if found.shape != wanted.shape:
         return np.full(1, np.inf)
     off = np.where((found == wanted) | (np.isnan(found) & np.isnan(wanted)), 0.0, found - wanted)

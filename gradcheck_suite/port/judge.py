@@ -65,7 +65,7 @@ class _Stage:
     run: Callable[[], None]
 
 
-class Judge:
+class PairJudge:
     """Runs the stages of the judgement of one pair.
 
     Args:
@@ -317,7 +317,7 @@ def judged(
     state = state_of(pair.module)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the programs are small
-    judge = Judge(
+    judge = PairJudge(
         pair,
         notes,
         options,

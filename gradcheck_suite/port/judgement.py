@@ -17,7 +17,7 @@ from gradcheck_suite.port.result import PortFinding
 from gradcheck_suite.port.rounding import rounding_bounds
 from gradcheck_suite.port.search import Repairs
 from gradcheck_suite.port.sides import Point, Sides
-from gradcheck_suite.port.torch_program import Call, TorchProgram, TorchRun
+from gradcheck_suite.port.torch_program import OperationCall, TorchProgram, TorchRun
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def repairs_of(repaired: Sequence[Repair]) -> Repairs:
     return found
 
 
-def named(call: Call) -> str:
+def named(call: OperationCall) -> str:
     """Return a call of torch in words, with its line where it is known."""
     return f"{call.label} as at {call.where}" if call.where else call.label
 

@@ -12,7 +12,7 @@ import torch
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.port.jax_program import JaxRun
 from gradcheck_suite.port.matching import array, outputs_error
-from gradcheck_suite.port.number_sets import Array, aligned, error, turn
+from gradcheck_suite.port.number_sets import Array, error, turn, with_axes_aligned
 from gradcheck_suite.port.pair import Port, flat_output, named_outputs
 
 
@@ -161,7 +161,7 @@ class OutputPairs:
                 self.unmatched.append(self._without_partner(i, out, theirs))
                 continue
             wanted = array(out)
-            errors = {k: error(aligned(array(every[k]), wanted), wanted) for k in fits}
+            errors = {k: error(with_axes_aligned(array(every[k]), wanted), wanted) for k in fits}
             best = min(fits, key=errors.__getitem__)
             left.remove(best)
             partners.append(order[best])

@@ -15,7 +15,7 @@ from gradcheck_suite.port.explanation import Explanation, best_explanation
 from gradcheck_suite.port.judgement import Judgement
 from gradcheck_suite.port.matching import outputs_error
 from gradcheck_suite.port.mistakes import mistakes
-from gradcheck_suite.port.torch_program import LOSS, TorchProgram, fill
+from gradcheck_suite.port.torch_program import LOSS, TorchProgram, with_tensors
 
 PLANTED = 16
 """Calls in which faults are planted."""
@@ -85,7 +85,7 @@ def _usual_faults(judgement: Judgement, program: TorchProgram) -> Iterator[_Plan
         call = program.calls[index]
         outs = run.seen[index]
         if outs and isinstance(outs[0], torch.Tensor):
-            args, kwargs = fill((call.args, call.kwargs), run.get)
+            args, kwargs = with_tensors((call.args, call.kwargs), run.get)
             for one in islice(mistakes(index, call, args, kwargs, outs[0]), 3):
                 words = f"{one.cause} ({one.words}) at {call.path or 'the model'}"
                 yield _Planted(one, words)

@@ -13,10 +13,10 @@ import torch
 
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.port.jax_program import (
+    EquationResult,
     JaxProgram,
     JaxRun,
-    Result,
-    lifted,
+    in_float64,
 )
 from gradcheck_suite.port.mapping import StateMap
 from gradcheck_suite.port.matching import array
@@ -60,7 +60,7 @@ _ONE_EXAMPLE = (
     "an Equinox model usually takes one example: give apply=lambda model, *x: jax.vmap(model)(*x)"
     " and params=model"
 )
-Forward = tuple[list[Array], float, list[Result]]
+Forward = tuple[list[Array], float, list[EquationResult]]
 Value = TypeVar("Value")
 
 
@@ -141,8 +141,8 @@ class Sides:
         """Return leaves, inputs and targets of the JAX side, floats in float64."""
         return (
             self.leaves,
-            jax.tree.map(lifted, list(point.inputs)),
-            jax.tree.map(lifted, list(point.targets)),
+            jax.tree.map(in_float64, list(point.inputs)),
+            jax.tree.map(in_float64, list(point.targets)),
         )
 
     def jax_program(self, point: Point) -> JaxProgram:
