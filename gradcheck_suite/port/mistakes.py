@@ -84,6 +84,7 @@ def _norm(
 
     `groups` and `apart` are of group norm, `running` of batch norm.
     """
+    # `rms_norm` without an eps takes that of the dtype
     eps = a.values.get("eps") or torch.finfo(torch.float64).eps
     if groups or "group" in a.values:
         return _group_norm(
@@ -177,6 +178,7 @@ def _convolution(a: CallArguments, low: Any, *, flip: bool = False, **others: An
     pads = []
     conv = torch.ops.aten.convolution
     if a.transposed:
+        # as long as torch lets it be, so that any part of the size of torch's can be cut out
         more = [max(s, 2) - 1 for s in stride]
         whole = conv(
             a.input,
@@ -246,6 +248,7 @@ def _pooled(a: CallArguments, low: int, kind: str) -> Any:
     stride = _wide(a.stride or a.kernel_size, n)
     for i in reversed(range(n)):
         pads += [low, (size[i] - 1) * stride[i] + kernel[i] - x.shape[x.dim() - n + i] - low]
+    # a port that pads with zeros takes them for the maximum of negative numbers
     parts = F.pad(x, pads, value=-math.inf if kind == "maximum" else 0.0)
     inside = F.pad(torch.ones_like(x), pads)
     for i in range(n):
@@ -281,6 +284,7 @@ def _binned(a: CallArguments, kind: str) -> Any:
 
 def _resized(a: CallArguments, mode: str) -> Any:
     size = a.out().shape[2:]
+    # `jax.image.resize` has another cubic kernel than torch: -0.5 where torch has -0.75
     if mode.startswith("jax"):
         return _cubic(a.self, size)
     mode, _, smooth = mode.partition(" with ")

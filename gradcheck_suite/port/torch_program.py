@@ -209,6 +209,7 @@ class _OperationRecorder(Mode):
         One from elsewhere, as of a buffer that is not saved, is a constant.
         """
         found = self._ids.get(id(tensor))
+        # a tensor without elements has no address: all of one shape would be taken for one
         if found is None and tensor.numel():
             found = self._keys.get(_key(tensor))
         if found is None:
@@ -221,11 +222,12 @@ class _OperationRecorder(Mode):
         """Return the calls that wrote into a tensor's memory after the call that made it."""
         if not isinstance(ref, Ref) or not tensor.numel():
             return []
-        since = ref.kind if isinstance(ref.kind, int) else -1
+        since = ref.kind if isinstance(ref.kind, int) else -1  # state and inputs come first of all
         later = [i for i in self._writes.get(tensor.untyped_storage().data_ptr(), []) if i > since]
         return [Ref(i, 0) for i in later if _overlap(tensor, self.calls[i].outs[0])]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # a cast to float32 that the author wrote would round: the program is judged in float64
         kwargs = without_low(kwargs or {})
         written = self._written((args, kwargs))
         template = pytree.tree_map_only(torch.Tensor, self.ref, (args, kwargs))
@@ -258,6 +260,7 @@ class _OperationRecorder(Mode):
         start = len(self.calls)
 
         def end(out: Any) -> Any:
+            # a reentrant checkpoint runs without autograd, and once more with it in the backward
             if kind.__name__ == CHECKPOINTED:
                 for call in self.calls[start:]:
                     call.grad = True
@@ -311,6 +314,7 @@ class _OperationRecorder(Mode):
         first = call.outs[0] if call.outs else None
         if call.mutates and isinstance(first, torch.Tensor) and first.numel():
             self._writes.setdefault(first.untyped_storage().data_ptr(), []).append(index)
+            # an in-place operation returns its own argument: what reads it later reads this call
             self._ids.pop(id(first), None)
             self._keys[_key(first)] = Ref(index, 0)
         for j, tensor in enumerate(call.outs):
@@ -407,10 +411,15 @@ class _Steps(TorchFunctionMode):
 
 @contextmanager
 def _attention_in_steps(recorder: _OperationRecorder) -> Iterator[None]:
+    # the fast path of `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` in evaluation is one
+    # fused operation, which has no scores and no weights to compare
     fast = torch.backends.mha.get_fastpath_enabled()
     functional = nn.functional
     torch.backends.mha.set_fastpath_enabled(False)
+    # by name, too: inside of a function of torch's that is written in Python, as
+    # `multi_head_attention_forward`, the mode `_Steps` is off
     functional.scaled_dot_product_attention = attention
+    # for self-attention it is one product of three times the width, which no port has to make
     packed = getattr(functional, _PACKED)
     setattr(functional, _PACKED, _projections)
     try:
@@ -590,6 +599,7 @@ class TorchProgram:
             yield
 
     def _needed(self) -> set[int]:
+        # what writes into memory may change a tensor that it does not return, as through a view
         todo = [r.kind for r in self.ends] + [i for i, c in enumerate(self.calls) if c.mutates]
         found: set[int] = set()
         while todo:
@@ -650,6 +660,7 @@ class TorchProgram:
                 kwargs = with_tensors(call.kwargs, get)
                 with torch.set_grad_enabled(grad and (call.grad or index in opened)):
                     change = changes.get(index)
+                    # autograd goes through the operations inside, so that the Function is skipped
                     if index in opened and isinstance(call.op, OwnFunction):
                         made = [args[0]]
                     elif change is None:
@@ -657,6 +668,7 @@ class TorchProgram:
                     else:
                         made = _changed(call, change, args, kwargs, get)
             values.append(made)
+            # only where something is written in place may a result change after its call
             copies = (
                 [v.detach().clone() if isinstance(v, torch.Tensor) else v for v in made]
                 if self.mutates
