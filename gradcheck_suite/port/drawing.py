@@ -81,6 +81,7 @@ def _mask(value: Array, rng: np.random.Generator) -> Array:
     if n > 1 and (rows.sum(1) == 1).all() and value.dtype.kind != "b":
         return np.stack([rng.permutation(row) for row in flat]).reshape(value.shape)  # one-hot
     if value.ndim >= 2 and n > 1 and _is_one_sided(rows):
+        # padded at the end, a row begins with what is kept
         falls = bool((rows[:, :1] >= rows).all())
         low = int(rows.sum(1).min())
         high = int(rows.sum(1).max())
@@ -166,6 +167,7 @@ def _ids(old: Array, rng: np.random.Generator, kind: str, span: Span) -> Array:
     # positions stay positions: whoever counts them has no gaps
     if rows.shape[1] > 2 and bool((np.diff(rows, axis=1) == 1).all()):
         return old
+    # the mark of padding stands where rows are padded, and nowhere else
     low = int(old.min()) + 1 if is_padded else span.low + span.is_marked
     low = min(low, span.high)
     ends = rng.choice([low, span.high], old.shape)
@@ -174,6 +176,7 @@ def _ids(old: Array, rng: np.random.Generator, kind: str, span: Span) -> Array:
         new.sort(-1)
     if is_padded:
         new = np.where(_mask(kept, rng), new, old.min())
+    # the given rows are not padded, and torch asks for the mark: some draws pad them
     elif span.is_marked and kind == "narrow" and rows.shape[1] > 1:
         lengths = rng.integers(1, rows.shape[1] + 1, (len(rows), 1))
         seen = (np.arange(rows.shape[1]) < lengths).reshape(old.shape)
@@ -188,6 +191,7 @@ def _real_numbers(old: Array, rng: np.random.Generator, kind: str) -> Array:
     factor = {"narrow": 0.05, "wide": 2.0}.get(kind, 1.0)
     # numbers that are never negative may be under a root or in a logarithm
     if low >= 0:
+        # a constant array has no width of its own
         width = max(high - low, 1e-3 * max(high, 1e-3))
         new = np.minimum(rng.uniform(low, low + factor * width, old.shape), high)
     else:
@@ -221,6 +225,7 @@ def _resized(value: Any, axes: Sequence[tuple[int, int]]) -> Any:
         return value
     old = np.asarray(value)
     for axis, size in axes:
+        # there is nothing to repeat
         if not old.shape[axis]:
             return old
         # a mask grows at its end, so that padding stays on its side
@@ -261,6 +266,7 @@ def drawn_point(
             arrays[place] = _resized(arrays[place], axes)
     count = len(base.inputs)
     inputs = [resampled(x, rng, kind, spans.get(i)) for i, x in enumerate(arrays[:count])]
+    # a loss has a domain of its own: targets are not made larger with the inputs
     of_target = "given" if kind == "given" else "other"
     targets = [
         resampled(x, rng, of_target, spans.get(count + i)) for i, x in enumerate(arrays[count:])
@@ -305,6 +311,7 @@ def spans_of(program: TorchProgram, base: Point) -> dict[int, Span]:
         uses = _uses_of(program, run, own)
         low = int(np.min(value))
         high = int(np.max(value))
+        # what indexes several tables must fit the smallest of them
         if uses.rows and low >= 0 and high < min(uses.rows):
             # a token that the given rows do not have, and that torch asks for, is a padding
             found[place] = Span(0, min(uses.rows) - 1, low > 0 and 0 in uses.compared)

@@ -171,6 +171,8 @@ def _key(tensor: torch.Tensor) -> Any:
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether two tensors of one storage share elements."""
+    # strides may leave gaps, so that two tensors may lie within each other and share nothing: the
+    # elements are drawn and compared
     size = a.untyped_storage().nbytes() // min(a.element_size(), b.element_size())
     first = torch.zeros(size, dtype=torch.bool)
     first.as_strided(a.shape, a.stride(), a.storage_offset()).fill_(True)
@@ -198,6 +200,7 @@ class _OperationRecorder(Mode):
             self._note(tensor, Ref(kind, index))
 
     def _note(self, tensor: torch.Tensor, ref: Ref, keyed: bool = True) -> None:
+        # an id is one as long as its object is alive
         self._kept.append(tensor)
         self._ids[id(tensor)] = ref
         if keyed and tensor.numel():
@@ -256,6 +259,7 @@ class _OperationRecorder(Mode):
 
         Return what notes its results.
         """
+        # asked before the call, which may write into its arguments
         refs = [self.ref(tensor) for tensor in given.tensors]
         start = len(self.calls)
 
@@ -312,6 +316,7 @@ class _OperationRecorder(Mode):
         """Note the results of the last call."""
         index = len(self.calls) - 1
         first = call.outs[0] if call.outs else None
+        # from here on, the memory stands for the result of this call
         if call.mutates and isinstance(first, torch.Tensor) and first.numel():
             self._writes.setdefault(first.untyped_storage().data_ptr(), []).append(index)
             # an in-place operation returns its own argument: what reads it later reads this call
@@ -366,6 +371,7 @@ def attention(
     enable_gqa: bool = False,
 ) -> Any:
     """Compute what `torch.nn.functional.scaled_dot_product_attention` computes, with its arguments."""
+    # torch repeats each key for a group of queries
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
@@ -415,12 +421,14 @@ def _attention_in_steps(recorder: _OperationRecorder) -> Iterator[None]:
     # fused operation, which has no scores and no weights to compare
     fast = torch.backends.mha.get_fastpath_enabled()
     functional = nn.functional
+    # in eval mode, torch's encoder computes a whole layer by one fused call, which has no steps
     torch.backends.mha.set_fastpath_enabled(False)
     # by name, too: inside of a function of torch's that is written in Python, as
     # `multi_head_attention_forward`, the mode `_Steps` is off
     functional.scaled_dot_product_attention = attention
     # for self-attention it is one product of three times the width, which no port has to make
     packed = getattr(functional, _PACKED)
+    # `multi_head_attention_forward` reads the name in its own module
     setattr(functional, _PACKED, _projections)
     try:
         with _Steps(recorder):
@@ -437,6 +445,7 @@ def as_tensor(value: Any) -> Any:
         return pytree.tree_map(as_tensor, value)
     if not hasattr(value, "__array__") or isinstance(value, torch.Tensor):
         return value
+    # a copy: an array of JAX is read-only
     found = torch.as_tensor(np.array(value))
     return found.double() if found.is_floating_point() else found
 
@@ -505,6 +514,7 @@ def _changed(
         # later calls may be views that fit the memory of the result that was recorded
         return [v.contiguous() if isinstance(v, torch.Tensor) else v for v in made]
     made = flat(change(call, [args[0].clone(), *args[1:]], kwargs, get))
+    # later calls read the memory, and not the result
     args[0].copy_(made[0])
     return [args[0], *made[1:]]
 
