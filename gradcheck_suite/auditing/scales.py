@@ -21,9 +21,9 @@ from gradcheck_suite.auditing.events import FREE
 from gradcheck_suite.auditing.places import Loop
 from gradcheck_suite.auditing.replay import StepWindow, near
 from gradcheck_suite.auditing.rules import Held, Rule, Sighting, decide, in_order, names
-from gradcheck_suite.auditing.weights import WORDS, WRONG_COUNT, Key, Objective, spread
+from gradcheck_suite.auditing.weights import WORDS, WRONG_COUNT, ComparedObjective, Key, spread
 from gradcheck_suite.core.faults import remedy_of
-from gradcheck_suite.core.findings import Found
+from gradcheck_suite.core.findings import Occurrence
 from gradcheck_suite.core.text import counted
 from gradcheck_suite.judge.naming import factor_of
 from gradcheck_suite.judge.weights import ADDED, MOST_ADDED
@@ -51,12 +51,12 @@ class ObjectiveInWindow:
     """
 
     window: StepWindow
-    objective: Objective
+    objective: ComparedObjective
     length: int
     whole: bool
-    others: Sequence[Objective]
+    others: Sequence[ComparedObjective]
     alone: bool
-    beside: Sequence[Objective] = ()
+    beside: Sequence[ComparedObjective] = ()
     taken_out: float = 1.0
     count: str = ""
     own: float = 0.0
@@ -214,7 +214,7 @@ class Neighbours:
 
 
 @dataclass(frozen=True)
-class Run:
+class ObjectiveRun:
     """One objective in all windows of an optimizer.
 
     Attributes:
@@ -295,7 +295,7 @@ class UseInRun:
     """
 
     use: ObjectiveInWindow
-    run: Run
+    run: ObjectiveRun
 
     @property
     def tolerance(self) -> float:
@@ -932,7 +932,7 @@ def _is_miscounted(e: E) -> Seen:
 # What other losses show, and what is left.
 
 
-def _is_scaled(objective: Objective, scale: float) -> bool:
+def _is_scaled(objective: ComparedObjective, scale: float) -> bool:
     """Return whether each loss is seen to be multiplied by a scale."""
     return objective.is_divided_by(1 / scale)
 
@@ -1212,7 +1212,7 @@ def _loops(use: ObjectiveInWindow) -> list[Loop | None]:
     return [seen.records[0].loop for _, seen in sorted(use.window.passes.items())]
 
 
-def _of_windows(use: ObjectiveInWindow, scale: WrongScale, run: Run) -> WrongScale:
+def _of_windows(use: ObjectiveInWindow, scale: WrongScale, run: ObjectiveRun) -> WrongScale:
     """Name a window of another length that begins or ends at the wrong micro-batch."""
     usual = round(use.length * scale.expected / use.own) if use.own else 0
     loops = _loops(use)
@@ -1232,7 +1232,7 @@ def _of_windows(use: ObjectiveInWindow, scale: WrongScale, run: Run) -> WrongSca
     return replace(scale, provisional=scale.provisional or is_last)
 
 
-def _begins_round(use: ObjectiveInWindow, run: Run) -> bool:
+def _begins_round(use: ObjectiveInWindow, run: ObjectiveRun) -> bool:
     """Return whether a window is the first one of its round of the outer loops, and ends in it."""
     loops = _loops(use)
     before = run.neighbours[use.window.number].before
@@ -1240,7 +1240,7 @@ def _begins_round(use: ObjectiveInWindow, run: Run) -> bool:
     return is_first and len({*loops}) == 1
 
 
-def _is_followed(use: ObjectiveInWindow, usual: int, run: Run) -> bool:
+def _is_followed(use: ObjectiveInWindow, usual: int, run: ObjectiveRun) -> bool:
     """Return whether a whole window comes next, in the same round."""
     after = run.neighbours[use.window.number].after
     if after is None or after.length != usual:
@@ -1255,7 +1255,7 @@ def scales(
     history: Mapping[Key, list[ObjectiveInWindow]],
     ranks: int,
     declared_k: int | None,
-    notes: Counter[Found],
+    notes: Counter[Occurrence],
 ) -> list[WrongScale]:
     """Return the coefficients that follow from how windows are cut up.
 
@@ -1278,11 +1278,11 @@ def scales(
         _count_together(windows)
     found = list[WrongScale]()
     for uses in history.values():
-        found += _of_objective(Run(uses, ranks, declared_k), notes)
+        found += _of_objective(ObjectiveRun(uses, ranks, declared_k), notes)
     return found
 
 
-def _of_objective(run: Run, notes: Counter[Found]) -> Iterator[WrongScale]:
+def _of_objective(run: ObjectiveRun, notes: Counter[Occurrence]) -> Iterator[WrongScale]:
     """Yield the faults of one objective, and note what else its windows show."""
     for use in run.uses:
         e = UseInRun(use, run)
@@ -1309,7 +1309,7 @@ def _may_be_hidden(e: E, fault: Held[E]) -> bool:
     return e.use.hides and fault.rule.name != "short of configured" and not e.run.right
 
 
-def _hidden(e: E, fault: Held[E]) -> Found:
+def _hidden(e: E, fault: Held[E]) -> Occurrence:
     scale = _scale_of(e, fault)
     own = "the weights of the samples have its inverse"
     seen = replace(_either(scale.note, (scale.cause,), own), where=str(e.use.objective.place))
