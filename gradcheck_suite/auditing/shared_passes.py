@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gradcheck_suite.auditing.evidence import WindowEvidence, columns_of
+from gradcheck_suite.auditing.evidence import WindowEvidence, columns_where
 from gradcheck_suite.auditing.places import Place
 from gradcheck_suite.auditing.replay import NEGLIGIBLE
 from gradcheck_suite.auditing.sums import where_reset
-from gradcheck_suite.core.findings import Found, finding
+from gradcheck_suite.core.findings import Occurrence, finding
 
 if TYPE_CHECKING:
     # a run of JAX alone never imports torch
@@ -74,10 +74,10 @@ class SharedPasses:
         optimizer = evidence.window.optimizer
         self._windows[optimizer] += 1
         trained = self._trained_by[optimizer]
-        for column in columns_of(evidence.in_sum):
+        for column in columns_where(evidence.in_sum):
             trained.update(evidence.record(column).arrivals)
         lost = evidence.seen & ~evidence.in_sum & ~evidence.null & ~evidence.by_hand
-        several = {evidence.pass_of(column).site: column for column in columns_of(lost)}
+        several = {evidence.pass_of(column).site: column for column in columns_where(lost)}
         for place, column in several.items():
             key = optimizer, place
             if key not in self._found:
@@ -116,7 +116,7 @@ class SharedPasses:
         else:
             self._found[optimizer, place] = None
 
-    def findings(self) -> Iterator[tuple[Found, int]]:
+    def findings(self) -> Iterator[tuple[Occurrence, int]]:
         """Yield a finding for each line that loses passes, and the number of windows."""
         for (optimizer, place), found in self._found.items():
             if found is None or found.windows < FEWEST_WINDOWS or self._is_adversary(found):
