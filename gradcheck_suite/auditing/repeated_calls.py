@@ -26,8 +26,8 @@ from gradcheck_suite.auditing.samples import (
     Fingerprint,
     Raw,
     fingerprint,
-    is_same,
-    read,
+    is_same_fingerprint,
+    read_samples,
 )
 from gradcheck_suite.auditing.saved_values import Written
 from gradcheck_suite.auditing.vectors import distance
@@ -70,7 +70,7 @@ class _Source:
             unseen: whether writes count alone of which torch does not know.
         """
         now = self.tensor()
-        if now is None or is_same(self.held, fingerprint(now)):
+        if now is None or is_same_fingerprint(self.held, fingerprint(now)):
             return False
         return not unseen or [self.version] == _versions([now])
 
@@ -91,7 +91,7 @@ class _Begun:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _ModuleCall:
     """One call of a module.
 
     Attributes:
@@ -120,13 +120,13 @@ class _Call:
         """Return whether something that it was computed from was written, or was so unseen."""
         return any(source.is_written(unseen=unseen) for source in self.sources)
 
-    def has_inputs_of(self, other: _Call) -> bool:
+    def has_inputs_of(self, other: _ModuleCall) -> bool:
         """Return whether both were given the same, to the bit."""
         return len(self.inputs) == len(other.inputs) and all(
-            map(is_same, self.inputs, other.inputs)
+            map(is_same_fingerprint, self.inputs, other.inputs)
         )
 
-    def has_outputs_of(self, other: _Call) -> bool:
+    def has_outputs_of(self, other: _ModuleCall) -> bool:
         """Return whether both have returned the same, but for rounding."""
         allowed = [OTHER.get(dtype, OTHER_COARSE) for dtype in self.dtypes]
         return self.dtypes == other.dtypes and _are_near(self.outputs, other.outputs, allowed)
@@ -136,7 +136,7 @@ def _are_near(one: Sequence[Raw], other: Sequence[Raw], allowed: Sequence[float]
     """Return whether samples differ by no more than is allowed, relative to their sizes."""
     if len(one) != len(other):
         return False
-    values = read([*one, *other])
+    values = read_samples([*one, *other])
     pairs = zip(values[: len(one)], values[len(one) :], allowed, strict=True)
     # what is not finite is compared with nothing
     return not any(distance(now, then) > most for now, then, most in pairs)
@@ -150,13 +150,13 @@ def _numbers(values: Iterable[Any]) -> list[torch.Tensor]:
     ]
 
 
-def _call(module: torch.nn.Module, given: Any, output: Any) -> _Call:
+def _call(module: torch.nn.Module, given: Any, output: Any) -> _ModuleCall:
     values = pytree.tree_leaves(given)
     inputs = [fingerprint(one) for one in values if isinstance(one, torch.Tensor)]
     numbers = _numbers(values)
     outputs = _numbers(pytree.tree_leaves(output))
     found, _ = BatchedSampler().taken([*numbers, *outputs], whole=True)
-    return _Call(
+    return _ModuleCall(
         inputs,
         found[: len(numbers)],
         found[len(numbers) :],
@@ -245,7 +245,7 @@ class RepeatedCalls:
 
     def __init__(self) -> None:
         self.found: Written | None = None
-        self._calls: defaultdict[int, list[_Call]] = defaultdict(list)
+        self._calls: defaultdict[int, list[_ModuleCall]] = defaultdict(list)
         self._begun: defaultdict[int, list[_Begun]] = defaultdict(list)
         self._sources = dict[tuple[tuple[int, int], ...], list[_Source]]()
         self._passes = 0
@@ -350,7 +350,7 @@ class RepeatedCalls:
         self.found = _explained(type(module).__name__, now, same)
 
 
-def _explained(name: str, now: _Call, same: Sequence[_Call]) -> Written:
+def _explained(name: str, now: _ModuleCall, same: Sequence[_ModuleCall]) -> Written:
     """Say why a module gives other outputs with the inputs of some calls of the forward.
 
     Args:

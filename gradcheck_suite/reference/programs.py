@@ -42,7 +42,7 @@ from gradcheck_suite.reference.evaluation import (
 from gradcheck_suite.run.environment import (
     CACHE_VARIABLE,
     expect_cache_folder,
-    is_own,
+    is_owned_by_user,
     make_cache_folder,
     trusted_cache,
 )
@@ -179,7 +179,7 @@ class ProgramChecks:
     differences: tuple[str, ...]
 
 
-class Programs:
+class CompiledPrograms:
     """Compiled functions by key, at most `maximum` of them.
 
     Those for the CPU are also stored on disk.
@@ -245,7 +245,7 @@ class Programs:
             except Exception as error:
                 self._failure = error
 
-        by_xla = Programs(maximum=self._maximum, platform=self._platform)
+        by_xla = CompiledPrograms(maximum=self._maximum, platform=self._platform)
         self._checking = Thread(target=check, name="XLA checks numpy")
         self._checking.start()
 
@@ -347,7 +347,7 @@ class Programs:
 
     def _load(self, path: Path | None) -> Callable[..., Any] | None:
         """Return a stored program, or None where there is none or its file is damaged."""
-        if path is None or not path.exists() or not is_own(path):
+        if path is None or not path.exists() or not is_owned_by_user(path):
             return None
         try:
             payload, in_tree, out_tree = pickle.loads(path.read_bytes())
@@ -426,4 +426,4 @@ def to_numpy(tree: Tree) -> Tree:
     return np.asarray(tree)
 
 
-PROGRAMS = Programs()
+PROGRAMS = CompiledPrograms()
