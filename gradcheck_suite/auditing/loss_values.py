@@ -16,7 +16,6 @@ whose inputs are not known, nothing is known.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +25,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.nn import functional
 
-from gradcheck_suite.auditing.saved_values import Written, saved_tensors
+from gradcheck_suite.auditing.saved_values import RAW, Written, saved_tensors
 from gradcheck_suite.auditing.terms import CALL, is_leaf, kind
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF
 
@@ -403,11 +402,9 @@ class _Values:
 
     def _saved(self, node: Any, name: str) -> Known | None:
         found = _optional(node, name)
-        number = None
-        if found is None:
-            # of a tensor that was changed in place since torch gives no value
-            with contextlib.suppress(RuntimeError):
-                number = getattr(node, f"_saved_{name}", None)
+        # to read a tensor that is packed would compute a checkpoint again
+        is_tensor = hasattr(node, RAW + name)
+        number = None if is_tensor else getattr(node, f"_saved_{name}", None)
         if isinstance(number, int | float):
             one = torch.tensor(number, dtype=torch.float64)
             return Known(one, one.abs())

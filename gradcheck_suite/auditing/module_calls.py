@@ -439,7 +439,8 @@ class ModuleCalls:
                     self.repeated.enter(module, arguments)
             if self._outermost is None and _is_in_program():
                 self._outermost = module
-                self._below_outermost = _nodes_of(pytree.tree_leaves(arguments))
+                with contextlib.suppress(Exception), Apart():
+                    self._below_outermost = _nodes_of(pytree.tree_leaves(arguments))
         if in_full is None or self._surrounding not in (None, module):
             return
         # their inner module is recorded instead: to call them again would start a collective

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812 - as everyone calls it
+from torch.utils.checkpoint import checkpoint
 
 from gradcheck_suite.auditing.loss_values import rewritten_outside
 
@@ -100,3 +101,16 @@ def test_a_weight_that_is_written_is_found(net):
     found = rewritten_outside(loss)
     assert found is not None
     assert found.name == "stale-parameters"
+
+
+def test_a_checkpoint_is_not_computed_again_to_be_looked_at():
+    calls = list[int]()
+
+    def hidden(x, weight):
+        calls.append(1)
+        return torch.tanh(x @ weight) * x
+
+    weight = torch.nn.Parameter(torch.randn(3, 3))
+    loss = checkpoint(hidden, torch.randn(5, 3), weight, use_reentrant=False).square().mean()
+    assert rewritten_outside(loss) is None
+    assert len(calls) == 1
