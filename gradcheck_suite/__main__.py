@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
-    from gradcheck_suite.cli import Program
+    from gradcheck_suite.cli import CommandLine
 
 
-def main(argv: Sequence[str] | None = None, program: Program | None = None) -> int:
+def main(argv: Sequence[str] | None = None, program: CommandLine | None = None) -> int:
     """Run one command and return its exit status.
 
     Args:

@@ -91,7 +91,7 @@ def verify_training_loop(request: pytest.FixtureRequest) -> Callable[..., Result
         with _bad_input_fails():
             chosen = _options(request.node, loop, options)
             result, reached = verify_subject(subject, chosen, lambda verdict: None)
-        request.node.user_properties.append((_PROPERTY, _line(result)))
+        request.node.user_properties.append((_PROPERTY, _summary_line(result)))
         reports = config.getoption("--gradcheck-reports")
         stored = None
         if reports is not None:
@@ -188,7 +188,7 @@ def _options(node: Any, loop: Loop, given: dict[str, Any]) -> VerifyOptions:
     return VerifyOptions().replace(**chosen).of(loop)
 
 
-def _line(result: Result) -> str:
+def _summary_line(result: Result) -> str:
     opinion = f"; {result.second_opinion}" if result.second_opinion else ""
     verdict = "holds"
     worst = f", worst error {of_bound(result.worst_error_over_allowed)}"

@@ -16,7 +16,7 @@ from gradcheck_suite.core.contract import assumptions_of
 from gradcheck_suite.loops.reset_modes import BUILT_IN
 from gradcheck_suite.reference import programs
 from gradcheck_suite.reference.large_batch import Reference, opinions
-from gradcheck_suite.reference.programs import Programs
+from gradcheck_suite.reference.programs import CompiledPrograms
 from gradcheck_suite.run.instance import generated_instance
 from gradcheck_suite.run.optimizers import FOR_ANY_LOOP
 from properties.assertions import assert_holds, assert_within_rounding
@@ -137,7 +137,7 @@ def _jax_gradient(reference, platform):
 
 @cache
 def _programs(platform):
-    return Programs(platform=platform)
+    return CompiledPrograms(platform=platform)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -21,7 +21,7 @@ from jax.extend.core import jaxprs_in_params
 
 from gradcheck_suite.reference import programs, tape
 from gradcheck_suite.reference.evaluation import (
-    Program,
+    NumpyProgram,
     ProgramRequest,
     Sample,
     copied,
@@ -29,7 +29,7 @@ from gradcheck_suite.reference.evaluation import (
     leaves,
 )
 from gradcheck_suite.reference.large_batch import Reference
-from gradcheck_suite.reference.programs import Programs
+from gradcheck_suite.reference.programs import CompiledPrograms
 from gradcheck_suite.run.instance import generated_instance
 from gradcheck_suite.strategies.cases import cases
 from gradcheck_suite.strategies.drawing import draw_cases
@@ -414,7 +414,7 @@ def _drawn(row: Primitive, data: st.DataObject) -> Sample:
     """Return a call of a row's function."""
     function, arguments = row.function(data)
     request = ProgramRequest.of(row.name, function, *arguments)
-    return Sample(request, Program(request), arguments, is_telling=True)
+    return Sample(request, NumpyProgram(request), arguments, is_telling=True)
 
 
 def _names(jaxpr: Any) -> set[str]:
@@ -471,7 +471,7 @@ def _with(arguments: tuple[Any, ...], value: float) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_programs_of_drawn_problems_are_what_xla_computes(seed, monkeypatch):
-    kept = Programs()
+    kept = CompiledPrograms()
     monkeypatch.setattr(programs, "PROGRAMS", kept)
     samples: dict[Any, Sample] = {}
 

@@ -29,7 +29,12 @@ from gradcheck_suite.core.contract import (
 )
 from gradcheck_suite.core.results import Verdict, json_number
 from gradcheck_suite.loops.reset_modes import BUILT_IN, part_of_window, window_count, windows
-from gradcheck_suite.reference.large_batch import REFERENCES, CannotJudgeError, Reference, Window
+from gradcheck_suite.reference.large_batch import (
+    REFERENCES,
+    CannotJudgeError,
+    Reference,
+    WindowReference,
+)
 from gradcheck_suite.run.instance import AutocastRecorder, one_thread, torch_dtype
 from gradcheck_suite.run.runner import Outcome, run_loop
 from gradcheck_suite.strategies.cases import cases
@@ -444,7 +449,7 @@ def _sound_outcome(drawn: Drawn, reference: Reference, rng: np.random.Generator)
     raise AssertionError(f"no sound loop runs on case {drawn.case.digest}")
 
 
-def smallest_found(sound: Sound, window: Window, direction: Vector) -> dict[str, int]:
+def smallest_found(sound: Sound, window: WindowReference, direction: Vector) -> dict[str, int]:
     """Return, for each rule, k: it finds the error of size 2**-k in a direction, and all larger
     ones.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from gradcheck_suite.core import records
-from gradcheck_suite.core.records import JUDGING, LOOPS, Kind
+from gradcheck_suite.core.records import JUDGING, LOOPS, RecordKind
 
 HERE = Path(__file__).resolve().parent
 
@@ -34,27 +34,29 @@ KINDS = {
     **{
         kind.name: kind
         for kind in (
-            Kind("benchmark", MEASURING),
-            Kind("memory", MEASURING),
-            Kind("gpu", (*JUDGING, *MEASURING), ("part", "task", "device")),
-            Kind("claim", (*JUDGING, *MEASURING, *_own("claims.py"))),
-            Kind("zoo", (*JUDGING, *_own("zoo")), ("dtype",)),
-            Kind("zoo-count", (*JUDGING, *_own("zoo")), ("bug",)),
-            Kind("calibration", (*JUDGING, *_own("calibration.py", "tally.py")), ()),
-            Kind("bridge", JUDGING, ("architecture", "version", "widened")),
-            Kind("atlas", (*JUDGING, *_own("atlas.py", "atlas_points.py")), ()),
-            Kind(
+            RecordKind("benchmark", MEASURING),
+            RecordKind("memory", MEASURING),
+            RecordKind("gpu", (*JUDGING, *MEASURING), ("part", "task", "device")),
+            RecordKind("claim", (*JUDGING, *MEASURING, *_own("claims.py"))),
+            RecordKind("zoo", (*JUDGING, *_own("zoo")), ("dtype",)),
+            RecordKind("zoo-count", (*JUDGING, *_own("zoo")), ("bug",)),
+            RecordKind("calibration", (*JUDGING, *_own("calibration.py", "tally.py")), ()),
+            RecordKind("bridge", JUDGING, ("architecture", "version", "widened")),
+            RecordKind("atlas", (*JUDGING, *_own("atlas.py", "atlas_points.py")), ()),
+            RecordKind(
                 "zero-or-none",
                 _own("zero_or_none.py", "zero_or_none_laws.py"),
                 ("optimizer", "variant"),
             ),
-            Kind("step", _own("optimizer_steps.py", "optimizers.py")),
-            Kind(
+            RecordKind("step", _own("optimizer_steps.py", "optimizers.py")),
+            RecordKind(
                 "traffic",
                 (*MEASURING, "run/ranks.py", *_own("traffic.py")),
                 ("loop", "ranks", "accumulation_steps"),
             ),
-            Kind("public-script", (*JUDGING, "auditing", *_own("public_scripts.py")), ("key",)),
+            RecordKind(
+                "public-script", (*JUDGING, "auditing", *_own("public_scripts.py")), ("key",)
+            ),
         )
     },
 }

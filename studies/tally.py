@@ -17,7 +17,7 @@ from scipy import stats
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF, Layout, Vector
 
 if TYPE_CHECKING:
-    from gradcheck_suite.reference.large_batch import Window
+    from gradcheck_suite.reference.large_batch import WindowReference
 
 # The rules that the suite's bounds are compared with, applied parameter by parameter as their users
 # apply them.
@@ -91,7 +91,9 @@ RIVALS: dict[str, Callable[[Compared], bool]] = {
 defaults, and so is whether two NaN at the same place are equal: only chex says that they are."""
 
 
-def failed_rules(window: Window, layout: Layout, observed: Vector, dtype: str) -> frozenset[str]:
+def failed_rules(
+    window: WindowReference, layout: Layout, observed: Vector, dtype: str
+) -> frozenset[str]:
     """Return the rules that an observed gradient does not pass.
 
     Args:

@@ -28,7 +28,7 @@ from gradcheck_suite.auditing.function_calls import (
     statement_of,
 )
 from gradcheck_suite.auditing.jax_opinion import JaxOpinion, ask_jax, kept_calls
-from gradcheck_suite.auditing.judge import ORPHANS, Judge
+from gradcheck_suite.auditing.judge import ORPHANS, RunJudge
 from gradcheck_suite.auditing.mode_changes import ModeChanges
 from gradcheck_suite.auditing.modes import AsBefore
 from gradcheck_suite.auditing.module_calls import ModuleCall, ModuleCalls, without_gradients
@@ -37,10 +37,10 @@ from gradcheck_suite.auditing.program_state import preserve_rng
 from gradcheck_suite.auditing.recomputation import (
     SENTENCES,
     UNEXPLAINED,
+    PassInTurn,
     RecomputeRequest,
     RecomputeResult,
     RecordedCall,
-    Turn,
     judge_calls_of_program,
     recompute,
     turn_of,
@@ -52,10 +52,10 @@ from gradcheck_suite.auditing.schedule import AGAIN, Schedule
 from gradcheck_suite.auditing.standard_error import StandardError
 from gradcheck_suite.auditing.stopping import StoppedOnViolation, Terminated, in_words
 from gradcheck_suite.auditing.strays import Strays
-from gradcheck_suite.auditing.terms import Reader, declare
+from gradcheck_suite.auditing.terms import Reader, declare_terms
 from gradcheck_suite.auditing.told import Told, tell
 from gradcheck_suite.auditing.weighing import violation_of
-from gradcheck_suite.core.findings import Found, finding
+from gradcheck_suite.core.findings import Occurrence, finding
 from gradcheck_suite.core.options import DEFAULT_BUDGET, INSTRUMENTS, AuditOptions
 from gradcheck_suite.core.results import OTHER_RANK, Result, Violation
 from gradcheck_suite.core.text import counted
@@ -285,7 +285,7 @@ class RankReader:
                 self._found.events.append(entry)
 
 
-def read(ranks: Ranks, rank: int) -> RankFile:
+def read_ranks(ranks: Ranks, rank: int) -> RankFile:
     """Return what a rank has written so far."""
     return RankReader(ranks, rank).read()
 
@@ -302,7 +302,7 @@ def _lives(pid: int) -> bool:
     return not state.exists() or state.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def gather(
+def gather_ranks(
     ranks: Ranks, patience: float = PATIENCE, hurries: Callable[[], float | None] = lambda: None
 ) -> list[RankFile]:
     """Wait until each other rank has ended or died, and return what all have written.
@@ -328,7 +328,7 @@ def gather(
 
 def died_before(ranks: Ranks) -> bool:
     """Whether every rank before this one has died."""
-    files = [read(ranks, rank) for rank in range(ranks.rank)]
+    files = [read_ranks(ranks, rank) for rank in range(ranks.rank)]
     return all(f.end is None and f.is_open is False for f in files)
 
 
@@ -364,7 +364,7 @@ class TorchAudit:
         self._after_gap = self._was_full = False
         self._tried = set[str]()
         self._doubts: dict[int, str] = {}
-        self._reasons = dict[str, Found]()
+        self._reasons = dict[str, Occurrence]()
         self._told = Told()
         self._events: list[Event] = []
         self._places: set[Place] = set()
@@ -405,8 +405,8 @@ class TorchAudit:
         self._calls: list[RecordedCall] | str | None = None
         self._opinion: JaxOpinion | None = None
 
-    def _new_judge(self, ranks: int, of: End | None = None) -> Judge:
-        return Judge(
+    def _new_judge(self, ranks: int, of: End | None = None) -> RunJudge:
+        return RunJudge(
             ranks,
             self._dtypes if of is None else of.dtypes,
             given=self.options.accumulation_steps,
@@ -509,7 +509,7 @@ class TorchAudit:
                 rank=ranks.rank,
                 ranks=ranks.size,
             )
-        files = gather(ranks, hurries=lambda: self._hurries)
+        files = gather_ranks(ranks, hurries=lambda: self._hurries)
         complete = all(file.end is not None and file.end.complete for file in files)
         self._judge = self._judged([file.events for file in files], complete=complete)
         if self._judge.ranks_train_apart:
@@ -534,7 +534,7 @@ class TorchAudit:
 
     def _judged(
         self, events: Sequence[Sequence[Event]], *, complete: bool, of: End | None = None
-    ) -> Judge:
+    ) -> RunJudge:
         """Judge the events of ranks, of one whose parameters are its own by their names and dtypes
         there.
         """
@@ -852,7 +852,7 @@ class TorchAudit:
 
     def _turn(
         self, window: StepWindow, passes: Sequence[int], ids: Mapping[int, int]
-    ) -> Turn | None:
+    ) -> PassInTurn | None:
         """Return the one pass that is computed again in place of all; None for all of them.
 
         The first windows are computed again as a whole, and each later one as a whole where its
@@ -981,7 +981,7 @@ class TorchAudit:
             files=tuple((file, None) for file in sorted(self._files())),
         )
 
-    def _findings(self, unknown: Mapping[Found, int]) -> Counter[Found]:
+    def _findings(self, unknown: Mapping[Occurrence, int]) -> Counter[Occurrence]:
         """Return what was noted, with the number of steps for each.
 
         Args:
@@ -999,7 +999,7 @@ class TorchAudit:
         findings = Counter(unknown) + self._recorder.notes + self._judge.notes()
         return findings + Counter(strays) + off + Counter(self._recorder.unused_objectives)
 
-    def _with_skipped(self, findings: Counter[Found]) -> Counter[Found]:
+    def _with_skipped(self, findings: Counter[Occurrence]) -> Counter[Occurrence]:
         """Return findings with those of the steps that were not judged, where the run has ended and
         some were.
         """
@@ -1024,7 +1024,9 @@ class TorchAudit:
         lines = set(chain.from_iterable((place.line, *place.path) for place in self._places))
         return {line.rpartition(":")[0] for line in lines | self._lines}
 
-    def _as_wanted(self, named: Sequence[Found], unjudged: Found | None) -> tuple[Found, ...]:
+    def _as_wanted(
+        self, named: Sequence[Occurrence], unjudged: Occurrence | None
+    ) -> tuple[Occurrence, ...]:
         """Return the findings as the options have them, with the reason for which nothing was
         judged where they say something of it.
         """
@@ -1034,7 +1036,7 @@ class TorchAudit:
             found += [whole] if whole.fails or whole.reason is not None else []
         return tuple(found)
 
-    def _why_unjudged(self, windows: int, findings: Counter[Found]) -> Found | None:
+    def _why_unjudged(self, windows: int, findings: Counter[Occurrence]) -> Occurrence | None:
         """Return why nothing could be judged, and what to do; None where something was."""
         recorder = self._recorder
         if recorder.off:
@@ -1139,7 +1141,7 @@ def objective(
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise UsageError("objective: expected a scalar tensor, the loss of one micro-batch")
     if _open and _open[-1].observing and not torch.compiler.is_compiling():
-        declare(loss, count, reduction)
+        declare_terms(loss, count, reduction)
     return loss
 
 

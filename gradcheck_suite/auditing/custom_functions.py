@@ -24,7 +24,7 @@ import torch
 
 from gradcheck_suite.auditing.function_calls import (
     LARGEST,
-    Call,
+    FunctionCall,
     Laid,
     of_operator,
     reached,
@@ -107,7 +107,7 @@ class FunctionReport:
 NOT_SEEN = "its backward was not checked, since no further call of it was seen"
 
 
-def judge_function(call: Call, *, accumulates: bool = True) -> FunctionReport:
+def judge_backward(call: FunctionCall, *, accumulates: bool = True) -> FunctionReport:
     """Judge the `backward` of a custom function at one call.
 
     The random numbers of the process are changed.
@@ -137,7 +137,7 @@ def judge_function(call: Call, *, accumulates: bool = True) -> FunctionReport:
 
 
 @dataclass(frozen=True)
-class Fault:
+class BackwardFault:
     """What is wrong with a backward.
 
     Attributes:
@@ -151,7 +151,7 @@ class Fault:
     called: str = "wrong-backward"
 
 
-def _of_forward(call: Call) -> FunctionReport:
+def _of_forward(call: FunctionCall) -> FunctionReport:
     """Hold `backward` to the derivative of `forward`."""
     name = call.name
     if refusal := _refusal(call):
@@ -159,7 +159,7 @@ def _of_forward(call: Call) -> FunctionReport:
     reason = ""
     for dtype in STEPS_OF:
         try:
-            with Subject.of(call, dtype) as subject:
+            with FunctionUnderTest.of(call, dtype) as subject:
                 return _judged(subject, dtype)
         except NotRecomputed as reason_of_state:
             return FunctionReport(name, note=f"its backward was not checked: {reason_of_state}")
@@ -170,7 +170,7 @@ def _of_forward(call: Call) -> FunctionReport:
     )
 
 
-def _refusal(call: Call) -> str:
+def _refusal(call: FunctionCall) -> str:
     """Return why a call cannot be judged; empty where it can be tried."""
     if not call.by_itself:
         return GIVEN
@@ -202,7 +202,7 @@ def _to(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 @dataclass(eq=False)
-class Subject:
+class FunctionUnderTest:
     """A function at one call, with the tensors of modules that it calls in one dtype.
 
     Attributes:
@@ -213,7 +213,7 @@ class Subject:
         places: where its real outputs are among all.
     """
 
-    call: Call
+    call: FunctionCall
     base: list[Any]
     wanted: list[int]
     tensors: list[tuple[dict[str, Any], str, torch.Tensor]]
@@ -221,7 +221,7 @@ class Subject:
 
     @staticmethod
     @contextlib.contextmanager
-    def of(call: Call, dtype: torch.dtype | None) -> Iterator[Subject]:
+    def of(call: FunctionCall, dtype: torch.dtype | None) -> Iterator[FunctionUnderTest]:
         """Make one, and put the modules' own tensors back at the end.
 
         Args:
@@ -252,7 +252,7 @@ class Subject:
         values = [v for v in call.arguments if not isinstance(v, torch.Tensor)]
         with unchanged(call.kind, values=[*values, *of_operator(call.kind)]):
             try:
-                yield Subject(call, base, wanted, tensors)
+                yield FunctionUnderTest(call, base, wanted, tensors)
             finally:
                 for held, name, tensor in own:
                     held[name] = tensor
@@ -304,7 +304,7 @@ class Subject:
         return [backward.given[i] for i in self.places] if backward is not None else []
 
 
-def _judged(subject: Subject, dtype: torch.dtype) -> FunctionReport:
+def _judged(subject: FunctionUnderTest, dtype: torch.dtype) -> FunctionReport:
     base = subject.base
     name = subject.call.name
     generator = torch.Generator().manual_seed(0)
@@ -355,7 +355,7 @@ def _direction(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def _of_argument(
-    subject: Subject,
+    subject: FunctionUnderTest,
     point: list[Any],
     index: int,
     steps: tuple[float, ...],
@@ -397,7 +397,7 @@ def _of_argument(
 
 
 def _of_what_arrived(
-    subject: Subject,
+    subject: FunctionUnderTest,
     point: list[Any],
     index: int,
     steps: tuple[float, ...],
@@ -464,7 +464,7 @@ class _Line:
 
     def __init__(
         self,
-        subject: Subject,
+        subject: FunctionUnderTest,
         point: list[Any],
         index: int,
         generator: torch.Generator,
@@ -516,7 +516,7 @@ class _Line:
         ]
         return self.subject.outputs(values)
 
-    def slopes(self, step: float) -> list[torch.Tensor]:
+    def difference_quotients(self, step: float) -> list[torch.Tensor]:
         """Return the central difference of each output."""
         return [(a - b) / (2 * step) for a, b in zip(self.at(step), self.at(-step), strict=True)]
 
@@ -525,9 +525,9 @@ class _Line:
         whole = self.backward(self.cotangents)
         if whole is None or not torch.isfinite(whole).all():
             return None
-        slopes = [self.slopes(step) for step in steps]
+        quotients = [self.difference_quotients(step) for step in steps]
         everywhere = [torch.ones_like(o, dtype=torch.bool) for o in self.outputs]
-        return self._where_moving(torch.zeros_like(whole), whole, everywhere, slopes)
+        return self._where_moving(torch.zeros_like(whole), whole, everywhere, quotients)
 
     def compared(self, steps: tuple[float, ...]) -> Ratio | str | None:
         """Compare `backward` with the derivative.
@@ -536,7 +536,7 @@ class _Line:
             how the two differ where `forward` is smooth; words where they differ on purpose or may
             do so; None where they agree.
         """
-        slopes = [self.slopes(step) for step in steps]
+        quotients = [self.difference_quotients(step) for step in steps]
         moving = [
             # an output that is rounded to less than float64 may stand still at a small step by
             # rounding alone
@@ -545,7 +545,7 @@ class _Line:
                 if each[MOVING].dtype == torch.float64
                 else torch.stack(each[: MOVING + 1]).any(dim=0)
             )
-            for each in zip(*slopes, strict=True)
+            for each in zip(*quotients, strict=True)
         ]
         whole = self.backward(self.cotangents)
         still = self.backward([c * ~m for c, m in zip(self.cotangents, moving, strict=True)])
@@ -554,15 +554,15 @@ class _Line:
         least = LEAST if still.dtype == torch.float64 else BY_CHANCE
         # in float32 a few elements stand still by chance at every step
         if still.norm() > least * whole.norm():
-            return self._where_constant(still, whole, moving, slopes)
-        return self._where_moving(still, whole, moving, slopes)
+            return self._where_constant(still, whole, moving, quotients)
+        return self._where_moving(still, whole, moving, quotients)
 
     def _where_constant(
         self,
         still: torch.Tensor,
         whole: torch.Tensor,
         moving: Sequence[torch.Tensor],
-        slopes: Sequence[Sequence[torch.Tensor]],
+        quotients: Sequence[Sequence[torch.Tensor]],
     ) -> Ratio | str:
         """Say of a function that passes a gradient where its output is constant whether that is on
         purpose.
@@ -576,7 +576,7 @@ class _Line:
             return CONSTANT
         if self._of_no_gradient():
             return IGNORES
-        found = self._where_moving(still, whole, moving, slopes)
+        found = self._where_moving(still, whole, moving, quotients)
         if isinstance(found, Ratio):
             return Ratio(found.ratio, passes_where_constant=True)
         if found is not None or len(self.outputs) != 1 or self.outputs[0].shape != self.leaf.shape:
@@ -596,7 +596,7 @@ class _Line:
         still: torch.Tensor,
         whole: torch.Tensor,
         moving: Sequence[torch.Tensor],
-        slopes: Sequence[Sequence[torch.Tensor]],
+        quotients: Sequence[Sequence[torch.Tensor]],
     ) -> Ratio | str | None:
         """Compare `backward` with the derivative at the elements of the output that move."""
         cotangents = [c * m for c, m in zip(self.cotangents, moving, strict=True)]
@@ -604,7 +604,7 @@ class _Line:
             float(
                 sum((c.double() * d.double()).sum() for c, d in zip(cotangents, each, strict=True))
             )
-            for each in slopes
+            for each in quotients
         ]
         terms = (whole - still).double() * self.direction.double()
         got = float(terms.sum())
@@ -620,7 +620,7 @@ class _Line:
             fine = along[MOVING : best + 1]
             if len(fine) < 2 or not off > STABLE * max(abs(value - right) for value in fine):
                 return JUMPS
-            if waits_for_ranks() or self._jumps(cotangents, slopes[best]):
+            if waits_for_ranks() or self._jumps(cotangents, quotients[best]):
                 return JUMPS
         return Ratio(got / right if right else math.inf)
 
@@ -705,7 +705,11 @@ class _Gradients:
 
 
 def _gradients(
-    subject: Subject, point: Sequence[Any], cotangents: Sequence[torch.Tensor | None], *, seed: int
+    subject: FunctionUnderTest,
+    point: Sequence[Any],
+    cotangents: Sequence[torch.Tensor | None],
+    *,
+    seed: int,
 ) -> _Gradients:
     """Call a function, and its backward with some gradients.
 
@@ -755,7 +759,7 @@ def _are_close(found: Sequence[torch.Tensor], other: Sequence[torch.Tensor], lea
     )
 
 
-def _of_own_dtype(call: Call) -> Fault | None:
+def _of_own_dtype(call: FunctionCall) -> BackwardFault | None:
     """Hold `backward` in the dtypes of the call to what it is in float64, where it is the
     derivative.
 
@@ -767,7 +771,7 @@ def _of_own_dtype(call: Call) -> Fault | None:
         return None
     generator = torch.Generator().manual_seed(1)
     least = max(LEAST_OF_DTYPES, ROUNDINGS * unit)
-    with Subject.of(call, None) as subject:
+    with FunctionUnderTest.of(call, None) as subject:
         point = subject.moved(generator)
         cotangents = [
             torch.randn(o.shape, generator=generator).to(o) for o in subject.outputs(point)
@@ -787,7 +791,7 @@ def _of_own_dtype(call: Call) -> Fault | None:
                 for v in point
             ]
             moved.append(_gradients(subject, near, cotangents, seed=0))
-    with Subject.of(call, torch.float64) as subject:
+    with FunctionUnderTest.of(call, torch.float64) as subject:
         exact = _gradients(
             subject,
             [_to(v, torch.float64) for v in point],
@@ -803,7 +807,7 @@ def _of_own_dtype(call: Call) -> Fault | None:
         if off > max(least * size, OF_NUDGES * rounding):
             dtype = str(call.arguments[index].dtype).removeprefix("torch.")
             share = off / size if size else math.inf
-            return Fault(
+            return BackwardFault(
                 f"with respect to argument {index} it is another one in {dtype} than in float64, by"
                 f" {share:.2g} of its size, and the one in float64 is the derivative",
                 share,
@@ -811,10 +815,10 @@ def _of_own_dtype(call: Call) -> Fault | None:
     return None
 
 
-def _needs_contiguous(call: Call) -> bool:
+def _needs_contiguous(call: FunctionCall) -> bool:
     """Return whether `backward` depends on how a gradient of its outputs lies in memory."""
     generator = torch.Generator().manual_seed(4)
-    with Subject.of(call, None) as subject:
+    with FunctionUnderTest.of(call, None) as subject:
         outputs = subject.outputs(subject.base)
         if not any(output.dim() > 1 for output in outputs):
             return False
@@ -826,14 +830,14 @@ def _needs_contiguous(call: Call) -> bool:
     return any(_apart(other[i], gradient) > least * _size(gradient) for i, gradient in one.items())
 
 
-def _of_program(call: Call) -> Fault | None:
+def _of_program(call: FunctionCall) -> BackwardFault | None:
     """Hold what `backward` gave in the program to what it gives by itself for the same call.
 
     What its forward kept outside of its context may be that of a later call by then.
     """
     if call.backward is None:
         return None
-    with Subject.of(call, None) as subject:
+    with FunctionUnderTest.of(call, None) as subject:
         subject.outputs(subject.base)
         cotangents = [
             None if came is None else _laid(came.values, came) for came in subject.arrived
@@ -855,13 +859,13 @@ def _of_program(call: Call) -> Fault | None:
             if written := call.backward.written:
                 of_leaves = set(written) <= call.leaves
                 listed = ", ".join(map(str, written))
-                return Fault(
+                return BackwardFault(
                     f"argument {listed}, which it has saved, was written between its forward and its"
                     f" backward: what it gave differs by {share:.2g} of its size from the derivative",
                     share,
                     "stale-parameters" if of_leaves else "changed-batch",
                 )
-            return Fault(
+            return BackwardFault(
                 f"with respect to argument {index} it differed in the program by {share:.2g} of its"
                 " size from the derivative of its forward, which it is where it is called by itself"
                 " (it reads what was written after its forward)",
@@ -870,7 +874,7 @@ def _of_program(call: Call) -> Fault | None:
     return None
 
 
-def _of_memory(call: Call) -> Fault | None:
+def _of_memory(call: FunctionCall) -> BackwardFault | None:
     """Hold the sum of two passes in `.grad` to the sum of what each gave.
 
     Torch puts the first gradient itself in `.grad`. A function that computes into one piece of
@@ -879,7 +883,7 @@ def _of_memory(call: Call) -> Fault | None:
     if not call.leaves:
         return None
     generator = torch.Generator().manual_seed(3)
-    with Subject.of(call, None) as subject:
+    with FunctionUnderTest.of(call, None) as subject:
         outputs = subject.outputs(subject.base)
         expected = dict[int, torch.Tensor]()
         leaves = subject.leaves(subject.base)
@@ -898,7 +902,7 @@ def _of_memory(call: Call) -> Fault | None:
         off = math.inf if summed is None else _apart(summed, expected[index])
         if off > max(LEAST, ROUNDINGS * _unit(call.arguments)) * size:
             share = off / size if size else math.inf
-            return Fault(
+            return BackwardFault(
                 f"with respect to argument {index} it gives the same memory each time, which `.grad`"
                 f" then is: a further pass overwrites it, and the sum is off by {share:.2g} of its"
                 " size",
@@ -907,20 +911,20 @@ def _of_memory(call: Call) -> Fault | None:
     return None
 
 
-def _of_second(call: Call) -> Fault | None:
+def _of_second(call: FunctionCall) -> BackwardFault | None:
     """Hold the derivative of `backward`, through which a further pass of the program went, to its
     differences.
     """
     if not call.is_differentiated:
         return None
     generator = torch.Generator().manual_seed(2)
-    with Subject.of(call, torch.float64) as subject:
+    with FunctionUnderTest.of(call, torch.float64) as subject:
         point = subject.moved(generator)
         ratios = [_second_along(subject, point, generator) for _ in range(DIRECTIONS)]
     found = [one for one in ratios if one is not None]
     if len(found) < 2:
         return None
-    return Fault(
+    return BackwardFault(
         "a further pass goes through what it gives, and the derivative of that is lost or wrong (it"
         " was detached, or computed without the graph)",
         max(abs(ratio - 1) for ratio in found),
@@ -928,7 +932,7 @@ def _of_second(call: Call) -> Fault | None:
 
 
 def _second_along(
-    subject: Subject, point: Sequence[Any], generator: torch.Generator
+    subject: FunctionUnderTest, point: Sequence[Any], generator: torch.Generator
 ) -> float | None:
     """Return what the derivative of `backward` is over its difference quotient along a random line;
     None where they agree, or where it is not smooth.

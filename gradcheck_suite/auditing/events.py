@@ -191,6 +191,6 @@ def copy_to_host(events: Sequence[Event]) -> None:
 
     places = [(column, key) for column in columns for key, raw in column.items() if raw is not None]
     for (column, key), value in zip(
-        places, samples.read([column[key] for column, key in places]), strict=True
+        places, samples.read_samples([column[key] for column, key in places]), strict=True
     ):
         column[key] = value

@@ -134,27 +134,27 @@ class WindowEvidence:
     @cached_property
     def own(self) -> Columns:
         """The passes that the window must have."""
-        return columns_of(self._rest & ~self.seen & (self.in_sum | (not self.seen.any())))
+        return columns_where(self._rest & ~self.seen & (self.in_sum | (not self.seen.any())))
 
     @cached_property
     def optional(self) -> Columns:
         """The passes that another optimizer has stepped on, beside own ones."""
-        return columns_of(self._rest & self.seen) if self.own else []
+        return columns_where(self._rest & self.seen) if self.own else []
 
     @cached_property
     def required(self) -> Columns:
         """The passes of which `.grad` must be the sum."""
         rest = self._rest
         if self.own:
-            return columns_of(rest & ~self.seen)
-        return columns_of(rest & self.in_sum) or columns_of(rest)
+            return columns_where(rest & ~self.seen)
+        return columns_where(rest & self.in_sum) or columns_where(rest)
 
     @cached_property
     def composed(self) -> Columns:
         """The passes that the program may have put together itself: those of which `.grad` must be
         the sum, or else the results of `torch.autograd.grad`.
         """
-        return self.required or columns_of(self.by_hand & ~self.null)
+        return self.required or columns_where(self.by_hand & ~self.null)
 
     @cached_property
     def are_micro_batches(self) -> bool:
@@ -239,7 +239,7 @@ class WindowEvidence:
         return not (self.reached & ~are_near(self.coefficients, self.mean, 1e-2)).any()
 
 
-def columns_of(chosen: Mask) -> Columns:
+def columns_where(chosen: Mask) -> Columns:
     """Return the columns of which something is true."""
     return [int(j) for j in np.flatnonzero(chosen)]
 

@@ -20,7 +20,7 @@ import torch
 
 from gradcheck_suite.auditing.modes import Apart
 from gradcheck_suite.auditing.places import is_users
-from gradcheck_suite.auditing.program_state import PLAIN, RandomState, names_of
+from gradcheck_suite.auditing.program_state import PLAIN, RandomState, names_in_code
 from gradcheck_suite.auditing.samples import is_plain
 from gradcheck_suite.auditing.saved_values import saved_tensors
 from gradcheck_suite.run.functions import Forward, replaced_forwards, replaced_method
@@ -101,7 +101,7 @@ class Bound:
 
 
 @dataclass(eq=False)
-class Call:
+class FunctionCall:
     """One call of a custom function.
 
     Attributes:
@@ -177,7 +177,7 @@ the signature of a call."""
 Signature = tuple[Any, ...]
 
 
-def signature_of(arguments: Sequence[Any]) -> Signature:
+def call_signature(arguments: Sequence[Any]) -> Signature:
     """Return what the branches of a function may depend on, but for the values of tensors."""
     found = list[Any]()
     for value in arguments:
@@ -288,7 +288,7 @@ def _below(value: Any) -> Iterable[Any]:
         with contextlib.suppress(ValueError):
             found.append(cell.cell_contents)
     if is_users(value.__code__.co_filename):
-        names = names_of(value.__code__) & value.__globals__.keys()
+        names = names_in_code(value.__code__) & value.__globals__.keys()
         found += [value.__globals__[name] for name in names]
     return found
 
@@ -339,7 +339,7 @@ def _memory(arguments: Sequence[Any]) -> dict[int, int]:
 
 def _written(context: Any) -> list[int]:
     """Return the indices of the arguments that a call has saved, and that have other values now."""
-    call: Call | None = getattr(context, _MARK, None)
+    call: FunctionCall | None = getattr(context, _MARK, None)
     if call is None or call.backward is not None or not call.is_copied:
         return []
     saved = {one.data_ptr(): one for one in saved_tensors(context, "tensors") if is_plain(one)}
@@ -358,7 +358,7 @@ def waits_for_ranks() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-class Recorder:
+class FunctionCallRecorder:
     """Keeps one call of each kind of a class.
 
     Args:
@@ -370,10 +370,10 @@ class Recorder:
     """
 
     def __init__(self, known: Set[FunctionKey]) -> None:
-        self.calls: dict[FunctionKey, dict[Signature, Call]] = {}
+        self.calls: dict[FunctionKey, dict[Signature, FunctionCall]] = {}
         self.known: Set[FunctionKey] = known
         self.differentiated = set[type]()
-        self._last: Call | None = None
+        self._last: FunctionCall | None = None
 
     @contextlib.contextmanager
     def watching(self, kind: Any, key: FunctionKey, *, by_itself: bool = True) -> Iterator[None]:
@@ -435,7 +435,7 @@ class Recorder:
 
     def _begin(
         self, kind: Any, key: FunctionKey, arguments: Sequence[Any], *, by_itself: bool
-    ) -> Call | None:
+    ) -> FunctionCall | None:
         of_class = self.calls.setdefault(key, {})
         is_first = not of_class and key not in self.known
         if not _needs_gradient(arguments) or len(of_class) >= MOST:
@@ -445,7 +445,7 @@ class Recorder:
             return None
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return None
-        signature = (kind in self.differentiated, *signature_of(arguments))
+        signature = (kind in self.differentiated, *call_signature(arguments))
         if signature in of_class or (key, signature) in self.known:
             return None
         size = sum(value.numel() for value in arguments if isinstance(value, torch.Tensor))
@@ -455,7 +455,7 @@ class Recorder:
             # a large call is not judged: no copy is made of it
             small = size <= LARGEST
             given = [_copy(value) if small else value for value in arguments]
-            call = Call(
+            call = FunctionCall(
                 kind,
                 given,
                 RandomState.now(),
@@ -468,7 +468,7 @@ class Recorder:
         of_class[signature] = call
         return call
 
-    def _end(self, call: Call, context: Any, arguments: Sequence[Any], output: Any) -> None:
+    def _end(self, call: FunctionCall, context: Any, arguments: Sequence[Any], output: Any) -> None:
         if context is not None:
             setattr(context, _MARK, call)
             dirty = getattr(context, "dirty_tensors", None) or ()
@@ -507,7 +507,7 @@ class Recorder:
                 is_new = isinstance(gradient, torch.Tensor) and not gradient.is_leaf
                 if is_new and gradient.requires_grad:
                     gradient.register_hook(functools.partial(self._note_further, kind))
-        call: Call | None = getattr(context, _MARK, None)
+        call: FunctionCall | None = getattr(context, _MARK, None)
         if call is None or call.backward is not None or not call.is_copied:
             return
         with Apart(), torch.no_grad():
@@ -521,7 +521,7 @@ class Recorder:
 @contextlib.contextmanager
 def first_calls(
     kinds: Set[type], known: Set[FunctionKey] = frozenset()
-) -> Iterator[dict[FunctionKey, dict[Signature, Call]]]:
+) -> Iterator[dict[FunctionKey, dict[Signature, FunctionCall]]]:
     """Record the first call of each kind of each class while this is open.
 
     Where the statement that made one of the classes makes another one meanwhile, the first calls of
@@ -531,7 +531,7 @@ def first_calls(
         kinds: the classes.
         known: the kinds of calls that are known already.
     """
-    recorder = Recorder(known)
+    recorder = FunctionCallRecorder(known)
     statements = {statement_of(kind): _captured(kind) for kind in kinds}
     with contextlib.ExitStack() as stack:
 
@@ -601,9 +601,9 @@ class CallsOfProgram:
         calls = chain.from_iterable(each.values() for each in self._recorder.calls.values())
         return any(map(_is_ready, calls))
 
-    def taken(self) -> list[Call]:
+    def taken(self) -> list[FunctionCall]:
         """Return what was recorded, and let the classes go of which enough was."""
-        found = list[Call]()
+        found = list[FunctionCall]()
         for kind, calls in self._recorder.calls.items():
             ready = {signature: one for signature, one in calls.items() if _is_ready(one)}
             found += ready.values()
@@ -634,11 +634,11 @@ class CallsOfProgram:
         return unseen
 
 
-def _is_ready(call: Call) -> bool:
+def _is_ready(call: FunctionCall) -> bool:
     return call.backward is not None or not call.is_copied
 
 
-class _Muted(Recorder):
+class _Muted(FunctionCallRecorder):
     """A recorder that leaves out what the suite calls."""
 
     def __init__(self, owner: CallsOfProgram) -> None:
@@ -647,7 +647,7 @@ class _Muted(Recorder):
 
     def _begin(
         self, kind: Any, key: FunctionKey, arguments: Sequence[Any], *, by_itself: bool
-    ) -> Call | None:
+    ) -> FunctionCall | None:
         if self._owner.is_muted:
             return None
         return super()._begin(

@@ -21,9 +21,9 @@ from torch.utils import _pytree as pytree
 from gradcheck_suite.auditing.module_calls import (
     ReplayOptions,
     ReplayResult,
+    discarded_output,
     is_differentiable,
     leaves_of,
-    quiet,
     replay,
 )
 from gradcheck_suite.auditing.program_state import unchanged
@@ -133,7 +133,7 @@ def ask_jax(calls: Sequence[RecordedCall]) -> JaxOpinion:
         if opinion.answered and time.perf_counter() - began > BUDGET_S:
             break
         try:
-            with quiet():
+            with discarded_output():
                 finding = _compare(call)
         except _Refused as error:
             opinion.refusal = opinion.refusal or str(error)

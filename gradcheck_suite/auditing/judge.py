@@ -25,7 +25,7 @@ from gradcheck_suite.auditing.evidence import (
     Discards,
     History,
     WindowEvidence,
-    columns_of,
+    columns_where,
     evidence_of,
 )
 from gradcheck_suite.auditing.places import Loop, Place, lines_with
@@ -60,8 +60,8 @@ from gradcheck_suite.auditing.weighing import (
     read_joined,
     violation_of,
 )
-from gradcheck_suite.core.faults import over_ranks
-from gradcheck_suite.core.findings import Found, finding
+from gradcheck_suite.core.faults import remedy_over_ranks
+from gradcheck_suite.core.findings import Occurrence, finding
 from gradcheck_suite.core.results import Unknown, Violation
 from gradcheck_suite.core.text import MOST_NAMES, counted, listed
 
@@ -109,7 +109,7 @@ def _number(sets: Iterable[set[int | None]]) -> int:
     return len(largest) + len(set().union(*others) - largest)
 
 
-def _of_steps(reason: Found, numbers: Sequence[int], steps: int) -> Found:
+def _of_steps(reason: Occurrence, numbers: Sequence[int], steps: int) -> Occurrence:
     """Return a reason with the steps that were not judged for it, of so many."""
     more = ", ..." if len(numbers) > MOST_NAMES else ""
     which = f"{', '.join(map(str, numbers[:MOST_NAMES]))}{more}"
@@ -153,7 +153,7 @@ def _ranks_of(found: Sequence[Iterable[T]]) -> dict[T, list[int]]:
     return ranks
 
 
-def _on(ranks: Sequence[int], of_ranks: Sequence[Judge], sentence: str) -> str:
+def _on(ranks: Sequence[int], of_ranks: Sequence[RunJudge], sentence: str) -> str:
     """Return a sentence with the ranks of which it is true, where that is not said of all of them."""
     if len(ranks) == len(of_ranks):
         return sentence
@@ -163,7 +163,7 @@ def _on(ranks: Sequence[int], of_ranks: Sequence[Judge], sentence: str) -> str:
 # The run.
 
 
-class Judge:
+class RunJudge:
     """Takes the events of a run, one of each rank at a time, and judges it.
 
     Args:
@@ -206,7 +206,7 @@ class Judge:
         self._reached: defaultdict[int, set[int]] = defaultdict(set)
         self._moving: defaultdict[str, list[int]] = defaultdict(list)
         self._clipped: set[str] = set()
-        self.skipped: dict[int, Found] = {}
+        self.skipped: dict[int, Occurrence] = {}
         self._removed: defaultdict[int, list[Sequence[int]]] = defaultdict(list)
         self._emptied: dict[int, StepWindow] = {}
         self._sizes: dict[int, float] = {}
@@ -232,7 +232,7 @@ class Judge:
         self._violated: set[int] = set()
         self._read_before = bytearray()
         self._of_step: list[Violation] = []
-        self._notes: Counter[Found] = Counter()
+        self._notes: Counter[Occurrence] = Counter()
         self._unknown: Counter[Unknown] = Counter()
         self._pending: defaultdict[int, list[WindowReadings]] = defaultdict(list)
         self._since: Counter[int] = Counter()
@@ -288,7 +288,7 @@ class Judge:
             )
             first = _first(ones)
             if self._ranks > 1:
-                said = over_ranks(first.explanation, first.diagnosis)
+                said = remedy_over_ranks(first.explanation, first.diagnosis)
                 first = replace(first, explanation=said)
             united.append(replace(first, occurrences=_number(of_steps), gradient_error=error))
         return sorted(united, key=_order)
@@ -331,7 +331,7 @@ class Judge:
                     several[diagnosis, where].append(one)
         return several
 
-    def notes(self) -> Counter[Found]:
+    def notes(self) -> Counter[Occurrence]:
         """Return what is worth knowing -> how often."""
         return sum((weighed.notes for weighed in self._weighed.values()), self._notes)
 
@@ -339,9 +339,9 @@ class Judge:
         """Return what could not be judged, and what to do -> in how many steps."""
         return sum((weighed.unknown for weighed in self._weighed.values()), self._unknown)
 
-    def unjudged(self, steps: int) -> list[Found]:
+    def unjudged(self, steps: int) -> list[Occurrence]:
         """Return which of so many steps were not judged, and why."""
-        reasons = defaultdict[Found, list[int]](list)
+        reasons = defaultdict[Occurrence, list[int]](list)
         judged = bytearray(steps)  # a set of millions of numbers takes hundreds of megabytes
         for some in self.counted:
             judged[some.start : some.stop] = b"\1" * len(judged[some.start : some.stop])
@@ -367,11 +367,11 @@ class Judge:
         if violation.step is not None:
             self._violated.add(violation.step)
 
-    def note(self, one: Found) -> None:
+    def note(self, one: Occurrence) -> None:
         """Add what another instrument found worth knowing."""
         self._notes[one] += 1
 
-    def take_over(self, of_ranks: Sequence[Judge]) -> None:
+    def take_over(self, of_ranks: Sequence[RunJudge]) -> None:
         """Take over what the judges of ranks that train by themselves have found: what all have
         alike is said once.
 
@@ -517,7 +517,7 @@ class Judge:
         window = evidence.window
         optimizer = window.optimizer
         told = np.flatnonzero(~evidence.null).tolist()
-        for site in {str(place) for place in evidence.places(columns_of(evidence.null))}:
+        for site in {str(place) for place in evidence.places(columns_where(evidence.null))}:
             said = "backward() computes gradients here that are all exactly 0"
             self._notes[finding("zero-gradient", said, site)] += 1
         for column in told:
@@ -786,7 +786,9 @@ class Judge:
         tasks = self._tasks_of(window)
         read_joined(window.passes, used)
         scaled = [{source: c * f / scale for source, c in used.items()} for f in factors]
-        readings = [reading_weights.read(window.passes, one, tasks, window.error) for one in scaled]
+        readings = [
+            reading_weights.read_terms(window.passes, one, tasks, window.error) for one in scaled
+        ]
         return WindowReadings(
             window,
             used,

@@ -43,7 +43,7 @@ Inputs = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Row:
+class NodeFormula:
     """How a node computes its output.
 
     Attributes:
@@ -131,68 +131,70 @@ PAIR = ("self", "target")
 BOTH = ("self", "other")
 ONE = ("self",)
 UNSAVED = ("",)
-ROWS: Mapping[str, Row] = {
+ROWS: Mapping[str, NodeFormula] = {
     # losses
-    "NllLoss": Row(PAIR, _nll, is_kernel=True),
-    "NllLoss2D": Row(PAIR, _nll, is_kernel=True),
-    "MseLoss": Row(PAIR, lambda n, x: functional.mse_loss(x[0], x[1], reduction=_reduction(n))),
-    "SmoothL1Loss": Row(
+    "NllLoss": NodeFormula(PAIR, _nll, is_kernel=True),
+    "NllLoss2D": NodeFormula(PAIR, _nll, is_kernel=True),
+    "MseLoss": NodeFormula(
+        PAIR, lambda n, x: functional.mse_loss(x[0], x[1], reduction=_reduction(n))
+    ),
+    "SmoothL1Loss": NodeFormula(
         PAIR,
         lambda n, x: functional.smooth_l1_loss(
             x[0], x[1], reduction=_reduction(n), beta=n._saved_beta
         ),
     ),
-    "HuberLoss": Row(
+    "HuberLoss": NodeFormula(
         PAIR,
         lambda n, x: functional.huber_loss(
             x[0], x[1], reduction=_reduction(n), delta=n._saved_delta
         ),
     ),
-    "SoftMarginLoss": Row(
+    "SoftMarginLoss": NodeFormula(
         PAIR, lambda n, x: functional.soft_margin_loss(x[0], x[1], reduction=_reduction(n))
     ),
-    "BinaryCrossEntropy": Row(PAIR, _cross_entropy_of_probabilities),
-    "BinaryCrossEntropyWithLogits": Row(PAIR, _with_logits),
+    "BinaryCrossEntropy": NodeFormula(PAIR, _cross_entropy_of_probabilities),
+    "BinaryCrossEntropyWithLogits": NodeFormula(PAIR, _with_logits),
     # element by element
-    "Clamp": Row(ONE, lambda n, x: x[0].clamp(n._saved_min, n._saved_max)),
-    "ClampMax": Row(ONE, lambda n, x: x[0].clamp(max=n._saved_max)),
-    "ClampMin": Row(ONE, lambda n, x: x[0].clamp(min=n._saved_min)),
-    "Abs": Row(ONE, lambda n, x: x[0].abs()),
-    "Log": Row(ONE, lambda n, x: x[0].log()),
-    "Log1P": Row(ONE, lambda n, x: x[0].log1p()),
-    "LogSigmoid": Row(ONE, lambda n, x: functional.logsigmoid(x[0])),
-    "Pow": Row(ONE, lambda n, x: x[0].pow(n._saved_exponent)),
-    "Softplus": Row(
+    "Clamp": NodeFormula(ONE, lambda n, x: x[0].clamp(n._saved_min, n._saved_max)),
+    "ClampMax": NodeFormula(ONE, lambda n, x: x[0].clamp(max=n._saved_max)),
+    "ClampMin": NodeFormula(ONE, lambda n, x: x[0].clamp(min=n._saved_min)),
+    "Abs": NodeFormula(ONE, lambda n, x: x[0].abs()),
+    "Log": NodeFormula(ONE, lambda n, x: x[0].log()),
+    "Log1P": NodeFormula(ONE, lambda n, x: x[0].log1p()),
+    "LogSigmoid": NodeFormula(ONE, lambda n, x: functional.logsigmoid(x[0])),
+    "Pow": NodeFormula(ONE, lambda n, x: x[0].pow(n._saved_exponent)),
+    "Softplus": NodeFormula(
         ONE, lambda n, x: functional.softplus(x[0], float(n._saved_beta), float(n._saved_threshold))
     ),
-    "Logsumexp": Row(
+    "Logsumexp": NodeFormula(
         ONE,
         lambda n, x: x[0].logsumexp(tuple(map(_signed, n._saved_dim)), keepdim=n._saved_keepdim),
     ),
-    "LinalgVectorNorm": Row(
+    "LinalgVectorNorm": NodeFormula(
         ONE,
         lambda n, x: torch.linalg.vector_norm(
             x[0], n._saved_ord, n._saved_dim, keepdim=n._saved_keepdim
         ),
     ),
-    "Maximum": Row(BOTH, lambda n, x: torch.maximum(x[0], x[1])),
-    "Minimum": Row(BOTH, lambda n, x: torch.minimum(x[0], x[1])),
+    "Maximum": NodeFormula(BOTH, lambda n, x: torch.maximum(x[0], x[1])),
+    "Minimum": NodeFormula(BOTH, lambda n, x: torch.minimum(x[0], x[1])),
     # arithmetic
-    "Mul": Row(BOTH, lambda n, x: x[0] * x[1]),
-    "Div": Row(BOTH, lambda n, x: x[0] / x[1]),
-    "Add": Row(("", ""), lambda n, x: x[0] + n._saved_alpha * x[1], adds=True),
-    "Sub": Row(("", ""), lambda n, x: x[0] - n._saved_alpha * x[1], adds=True),
-    "Neg": Row(UNSAVED, lambda n, x: -x[0]),
-    "Mean": Row(UNSAVED, _reduced(torch.mean), adds=True),
-    "Sum": Row(UNSAVED, _reduced(torch.sum), adds=True),
-    "Dot": Row(("self", "tensor"), lambda n, x: x[0].dot(x[1]), adds=True),
-    "Addmm": Row(
+    "Mul": NodeFormula(BOTH, lambda n, x: x[0] * x[1]),
+    "Div": NodeFormula(BOTH, lambda n, x: x[0] / x[1]),
+    "Add": NodeFormula(("", ""), lambda n, x: x[0] + n._saved_alpha * x[1], adds=True),
+    "Sub": NodeFormula(("", ""), lambda n, x: x[0] - n._saved_alpha * x[1], adds=True),
+    "Neg": NodeFormula(UNSAVED, lambda n, x: -x[0]),
+    "Mean": NodeFormula(UNSAVED, _reduced(torch.mean), adds=True),
+    "Sum": NodeFormula(UNSAVED, _reduced(torch.sum), adds=True),
+    "Dot": NodeFormula(("self", "tensor"), lambda n, x: x[0].dot(x[1]), adds=True),
+    "Addmm": NodeFormula(
         ("", "mat1", "mat2"),
         lambda n, x: torch.addmm(x[0], x[1], x[2], beta=n._saved_beta, alpha=n._saved_alpha),
         adds=True,
     ),
-    "Mm": Row(("self", "mat2"), lambda n, x: x[0] @ x[1], adds=True),
-    "Mv": Row(("self", "vec"), lambda n, x: x[0] @ x[1], adds=True),
+    "Mm": NodeFormula(("self", "mat2"), lambda n, x: x[0] @ x[1], adds=True),
+    "Mv": NodeFormula(("self", "vec"), lambda n, x: x[0] @ x[1], adds=True),
     # elements in other places
     **dict.fromkeys(
         [
@@ -207,27 +209,29 @@ ROWS: Mapping[str, Row] = {
             "Unsqueeze",
             "View",
         ],
-        Row(UNSAVED, _in_own_shape),
+        NodeFormula(UNSAVED, _in_own_shape),
     ),
-    "Diagonal": Row(
+    "Diagonal": NodeFormula(
         UNSAVED,
         lambda n, x: x[0].diagonal(
             _signed(n._saved_offset), _signed(n._saved_dim1), _signed(n._saved_dim2)
         ),
     ),
-    "Gather": Row(
+    "Gather": NodeFormula(
         UNSAVED, lambda n, x: x[0].gather(_signed(n._saved_dim), saved_tensors(n, "index")[0])
     ),
-    "IndexSelect": Row(
+    "IndexSelect": NodeFormula(
         UNSAVED, lambda n, x: x[0].index_select(_signed(n._saved_dim), saved_tensors(n, "index")[0])
     ),
-    "MaskedSelect": Row(UNSAVED, lambda n, x: x[0].masked_select(saved_tensors(n, "mask")[0])),
-    "Permute": Row(UNSAVED, lambda n, x: x[0].permute(tuple(map(_signed, n._saved_dims)))),
-    "Select": Row(
+    "MaskedSelect": NodeFormula(
+        UNSAVED, lambda n, x: x[0].masked_select(saved_tensors(n, "mask")[0])
+    ),
+    "Permute": NodeFormula(UNSAVED, lambda n, x: x[0].permute(tuple(map(_signed, n._saved_dims)))),
+    "Select": NodeFormula(
         UNSAVED, lambda n, x: x[0].select(_signed(n._saved_dim), _signed(n._saved_index))
     ),
-    "T": Row(UNSAVED, lambda n, x: x[0].t()),
-    "Transpose": Row(
+    "T": NodeFormula(UNSAVED, lambda n, x: x[0].t()),
+    "Transpose": NodeFormula(
         UNSAVED, lambda n, x: x[0].transpose(_signed(n._saved_dim0), _signed(n._saved_dim1))
     ),
 }
@@ -318,7 +322,7 @@ class _Values:
             inputs.append(found)
         return self._of_inputs(node, row, inputs)
 
-    def _of_inputs(self, node: Any, row: Row, inputs: Sequence[Known]) -> Known | None:
+    def _of_inputs(self, node: Any, row: NodeFormula, inputs: Sequence[Known]) -> Known | None:
         if not row.is_kernel and any(one.value.numel() > MOST_ELEMENTS for one in inputs):
             return None
         value = row.compute(node, [one.value for one in inputs])

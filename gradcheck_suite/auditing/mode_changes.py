@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from gradcheck_suite.auditing.places import Place
-from gradcheck_suite.core.findings import Found, finding
+from gradcheck_suite.core.findings import Occurrence, finding
 from gradcheck_suite.core.text import counted
 
 
@@ -89,7 +89,7 @@ class ModeChanges:
             runs.step = step
         runs.since += 1
 
-    def findings(self) -> Iterator[Found]:
+    def findings(self) -> Iterator[Occurrence]:
         """Yield a finding for each line that trained in train mode first and in eval mode at last."""
         found: dict[Place, _Runs] = {}
         for (place, _), runs in self._runs.items():

@@ -46,7 +46,7 @@ from gradcheck_suite.auditing.samples import (
     Raw,
     fingerprint,
     has_values,
-    is_same,
+    is_same_fingerprint,
     sample,
 )
 from gradcheck_suite.auditing.saved_values import note_call
@@ -68,7 +68,7 @@ Copies = dict[int, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Kept:
+class CallInputs:
     """What a call was computed from, as it was then.
 
     Attributes:
@@ -84,7 +84,7 @@ class Kept:
     refusal: str = ""
 
     @staticmethod
-    def of(module: torch.nn.Module, what: set[str], parameters: Copies | None) -> Kept:
+    def of(module: torch.nn.Module, what: set[str], parameters: Copies | None) -> CallInputs:
         """Keep what is asked for.
 
         Args:
@@ -97,11 +97,11 @@ class Kept:
         elif parameters is None:
             parameters = _copies(module.parameters())
         if STATE not in what:
-            return Kept(parameters)
+            return CallInputs(parameters)
         try:
-            return Kept(parameters, _copies(module.buffers()), ProgramState(module))
+            return CallInputs(parameters, _copies(module.buffers()), ProgramState(module))
         except NotRecomputed as reason:
-            return Kept(parameters, refusal=str(reason))
+            return CallInputs(parameters, refusal=str(reason))
 
 
 def _copies(tensors: Iterable[torch.Tensor]) -> Copies:
@@ -171,7 +171,7 @@ class ModuleCall:
     trained: tuple[bool, ...]
     autocast: tuple[str, torch.dtype, bool]
     point: Point
-    kept: Kept = field(default_factory=Kept)
+    kept: CallInputs = field(default_factory=CallInputs)
     on: list[Any] = field(default_factory=list)
     refusal: str = ""
     outputs: list[Raw] = field(default_factory=list)
@@ -256,7 +256,7 @@ def _fingerprints(values: Iterable[Any]) -> list[Fingerprint]:
 
 
 def _are_same(then: Sequence[Fingerprint], now: Sequence[Fingerprint]) -> bool:
-    return all(map(is_same, then, now))
+    return all(map(is_same_fingerprint, then, now))
 
 
 Point = tuple[Any, ...]
@@ -320,7 +320,7 @@ class ModuleCalls:
         self._at_begin = 0
         self._is_full = False
         self._kept_at: tuple[int, Point] | None = None
-        self._last_kept: weakref.ref[Kept] | None = None
+        self._last_kept: weakref.ref[CallInputs] | None = None
         self._wanted = wanted
         self._receive = receive
         self._ran = ran
@@ -410,13 +410,13 @@ class ModuleCalls:
         )
         self._begun = arguments, made
 
-    def _kept_of(self, module: torch.nn.Module) -> Kept:
+    def _kept_of(self, module: torch.nn.Module) -> CallInputs:
         """Keep of a call what is asked for; calls at the same parameters share the copies of these."""
         if not self.keeps:
-            return Kept()
+            return CallInputs()
         at = (id(module), point_of(module))
         last = self._last_kept and self._last_kept()
-        kept = Kept.of(
+        kept = CallInputs.of(
             module, self.keeps, last.parameters if last and at == self._kept_at else None
         )
         self._kept_at = at
@@ -835,7 +835,7 @@ def without_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def discarded_output() -> Iterator[None]:
     """Drop what the user's code prints and warns of."""
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -973,7 +973,7 @@ def replay(
         _without_watchers(),
         watched,
         unchanged(module, kinds),
-        quiet(),
+        discarded_output(),
         torch.enable_grad(),
         contextlib.ExitStack() as stack,
     ):

@@ -54,12 +54,12 @@ def is_users(filename: str | None) -> bool:
     return filename is not None and owner_of(filename) in _USERS
 
 
-def is_own(filename: str) -> bool:
+def is_suites(filename: str) -> bool:
     """Return whether a source file is the suite's."""
     return owner_of(filename) is Owner.SUITE
 
 
-def shown(filename: str) -> str:
+def shown_path(filename: str) -> str:
     """Return a file as a user would name it: relative to the folder that the program runs in, or a
     notebook's cell.
     """
@@ -88,7 +88,7 @@ def current_place() -> Place:
     while frame is not None and len(path) < MOST_FRAMES:
         owner = owner_of(frame.f_code.co_filename)
         if owner not in _SKIPPED:
-            place = f"{shown(frame.f_code.co_filename)}:{frame.f_lineno}"
+            place = f"{shown_path(frame.f_code.co_filename)}:{frame.f_lineno}"
             line = line or place
             if owner in _USERS:
                 path.append(place)
@@ -485,7 +485,7 @@ def in_trace(entries: Iterable[str], *, through_libraries: bool = True) -> str |
             continue
         owner = owner_of(found["file"])
         if owner is Owner.USER:
-            return f"{shown(found['file'])}:{found['line']}"
+            return f"{shown_path(found['file'])}:{found['line']}"
         if owner is Owner.LIBRARY and not through_libraries:
             return None
     return None

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from gradcheck_suite.auditing.modes import Apart
-from gradcheck_suite.auditing.places import is_own, is_users
+from gradcheck_suite.auditing.places import is_suites, is_users
 
 
 @dataclass(frozen=True)
@@ -301,7 +301,7 @@ class ProgramState:
         if library and not users:
             return  # what libraries hold among themselves, such as caches of modules, is theirs
         library = not users
-        if is_own(
+        if is_suites(
             function.__code__.co_filename
         ):  # a recording stand-in: what it records is not put back
             inner = [cell.cell_contents for cell in function.__closure__ or ()]
@@ -318,7 +318,7 @@ class ProgramState:
             self._walk_globals(function)
 
     def _walk_globals(self, function: types.FunctionType) -> None:
-        names = names_of(function.__code__)
+        names = names_in_code(function.__code__)
         scopes = {id(function.__globals__): function.__globals__}
         waiting = list(scopes.values())
         while waiting:
@@ -379,10 +379,10 @@ def _set_slot(slot: types.MemberDescriptorType, value: Any, held: tuple[Any, ...
         slot.__delete__(value)
 
 
-def names_of(code: types.CodeType) -> set[str]:
+def names_in_code(code: types.CodeType) -> set[str]:
     """Return the names that a function's code reads or writes, those of functions inside of it too."""
     inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return set(code.co_names).union(*map(names_of, inner))
+    return set(code.co_names).union(*map(names_in_code, inner))
 
 
 def _state_of(generator: Any) -> tuple[Any, ...]:

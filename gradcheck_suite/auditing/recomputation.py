@@ -32,10 +32,10 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from gradcheck_suite.auditing.custom_functions import LEAST, FunctionReport, judge_function
+from gradcheck_suite.auditing.custom_functions import LEAST, FunctionReport, judge_backward
 from gradcheck_suite.auditing.function_calls import (
-    Call,
     CallsOfProgram,
+    FunctionCall,
     FunctionKey,
     first_calls,
     given_copies,
@@ -52,13 +52,13 @@ from gradcheck_suite.auditing.module_calls import (
     ReplayOptions,
     ReplayResult,
     backward_hooks,
+    discarded_output,
     point_of,
-    quiet,
     replay,
 )
 from gradcheck_suite.auditing.program_state import NotRecomputed
 from gradcheck_suite.auditing.recorder import ActivePass
-from gradcheck_suite.auditing.samples import Fingerprint, is_same, read, sample
+from gradcheck_suite.auditing.samples import Fingerprint, is_same_fingerprint, read_samples, sample
 from gradcheck_suite.auditing.vectors import ELEMENTS, PROJECTIONS, Vector, distance, size
 from gradcheck_suite.core.comparison import (
     DRAWS,
@@ -69,7 +69,7 @@ from gradcheck_suite.core.comparison import (
     growth,
     student_factor,
 )
-from gradcheck_suite.core.findings import Found, finding
+from gradcheck_suite.core.findings import Occurrence, finding
 from gradcheck_suite.core.text import counted
 
 ONE_BATCH = "in one batch"
@@ -127,7 +127,7 @@ class RecordedCall:
     weight: float = 1.0
 
 
-def parts_of(
+def recorded_calls(
     passes: Sequence[ActivePass], weights: Sequence[float], unseen: str = UNSEEN
 ) -> list[RecordedCall]:
     """Return the recorded calls of a window.
@@ -412,7 +412,7 @@ OUTPUT_DRAWS = 16
 
 
 def _distance(recorded: Any, output: torch.Tensor) -> float:
-    then, now = read([recorded, sample(output, whole=True)])
+    then, now = read_samples([recorded, sample(output, whole=True)])
     # outputs that are not finite at the same places are the same there
     same = (then == now) | (np.isnan(then) & np.isnan(now))
     return distance(np.where(same, 0.0, now), np.where(same, 0.0, then))
@@ -470,7 +470,7 @@ def _lost_by(part: RecordedCall, found: ReplayResult) -> float:
 
 
 @dataclass(frozen=True)
-class Difference:
+class GradDifference:
     """How `.grad` differs from the window's gradient.
 
     Attributes:
@@ -485,12 +485,12 @@ class Difference:
     ratio: float = 0.0
 
 
-def compare(
+def compare_grad(
     observed: Mapping[int, torch.Tensor],
     total: AccumulatedGradient,
     factor: float,
     draws: Callable[[int], AccumulatedGradient],
-) -> Difference:
+) -> GradDifference:
     """Compare `.grad` with a factor times the window's gradient.
 
     Args:
@@ -526,7 +526,7 @@ def compare(
     )
     error = math.hypot(*off.values()) / size if size else 0.0
     worst = max(ratios, key=ratios.__getitem__, default=None)
-    return Difference(error, worst, ratios[worst] if worst is not None else 0.0)
+    return GradDifference(error, worst, ratios[worst] if worst is not None else 0.0)
 
 
 def exceeding(
@@ -682,7 +682,7 @@ class RecomputeResult:
     causes: tuple[str, ...] = ()
     allowed: float | None = None
     parameter: int | None = None
-    notes: list[Found] = field(default_factory=list)
+    notes: list[Occurrence] = field(default_factory=list)
     reason: str = ""
     keep: str | None = None
     doubt: str = ""
@@ -691,7 +691,7 @@ class RecomputeResult:
 
 
 @dataclass(frozen=True)
-class Turn:
+class PassInTurn:
     """The one pass of a window that is computed again in place of all.
 
     Attributes:
@@ -728,7 +728,7 @@ class RecomputeRequest:
     is_faulty: bool
     known: set[FunctionKey]
     used_at: Mapping[int, str] = field(default_factory=dict)
-    turn: Turn | None = None
+    turn: PassInTurn | None = None
 
     @property
     def outside(self) -> set[int]:
@@ -756,7 +756,7 @@ class RecomputeRequest:
 
 def turn_of(
     index: int, arrived: Sequence[Mapping[int, Vector]], ids: Mapping[int, int]
-) -> Turn | None:
+) -> PassInTurn | None:
     """Return the pass of an index, or None where what arrived in it was not sampled as a whole.
 
     Args:
@@ -774,7 +774,7 @@ def turn_of(
             sum(size(one[:ELEMENTS]) for one in earlier),
             sum(size(one[ELEMENTS:]) for one in earlier),
         )
-    return Turn(index, own, sizes)
+    return PassInTurn(index, own, sizes)
 
 
 def recompute(asked: RecomputeRequest) -> RecomputeResult:
@@ -808,10 +808,10 @@ def _refused(reason: NotRecomputed) -> RecomputeResult:
 
 def _computed(
     asked: RecomputeRequest, parts: Sequence[RecordedCall], how: ReplayOptions
-) -> tuple[Difference, AccumulatedGradient, list[ReplayResult]]:
+) -> tuple[GradDifference, AccumulatedGradient, list[ReplayResult]]:
     """Return how `.grad` differs from the window that is computed again micro-batch by micro-batch."""
     total, replayed = by_micro_batch(parts, how)
-    found = compare(
+    found = compare_grad(
         asked.compared,
         total,
         asked.factor,
@@ -843,7 +843,7 @@ def _common_modes(
 
 
 def _compute(asked: RecomputeRequest, result: RecomputeResult) -> None:
-    received = parts_of(asked.passes, asked.weights, asked.unseen(asked.observed))
+    received = recorded_calls(asked.passes, asked.weights, asked.unseen(asked.observed))
     modes = _common_modes(received, asked.passes)
     if asked.turn is not None and not modes and _holds_in_turn(asked, asked.turn, received, result):
         return
@@ -921,7 +921,7 @@ def _judge_draws(
     asked: RecomputeRequest,
     parts: Sequence[RecordedCall],
     replayed: Sequence[ReplayResult],
-    difference: Difference,
+    difference: GradDifference,
     result: RecomputeResult,
 ) -> None:
     """Judge what a checkpoint draws, or computes, again inside of the backward."""
@@ -947,7 +947,7 @@ def _is_that_of_one_batch(
     whole = in_one_batch(parts)
     if whole is None or whole.gradients.keys().isdisjoint(asked.compared):
         return False
-    difference = compare(asked.compared, whole, asked.factor, lambda seed: whole)
+    difference = compare_grad(asked.compared, whole, asked.factor, lambda seed: whole)
     if difference.worst is not None and not asked.is_faulty:
         return False
     result.how = ONE_BATCH
@@ -981,7 +981,10 @@ def _judge_modes(
 
 
 def _holds_in_turn(
-    asked: RecomputeRequest, turn: Turn, received: Sequence[RecordedCall], result: RecomputeResult
+    asked: RecomputeRequest,
+    turn: PassInTurn,
+    received: Sequence[RecordedCall],
+    result: RecomputeResult,
 ) -> bool:
     """Compute one pass again, and return whether all is as it was.
 
@@ -1002,7 +1005,7 @@ def _holds_in_turn(
     if any(map(_lost_by, parts, replayed)):
         return False
     keys = sorted(compared)
-    samples = read([sample(total.gradients[key], whole=True) for key in keys])
+    samples = read_samples([sample(total.gradients[key], whole=True) for key in keys])
     for key, again in zip(keys, samples, strict=True):
         if _differs(turn, key, again, dtype_of(asked.observed[key])):
             return False
@@ -1013,7 +1016,7 @@ def _holds_in_turn(
     return True
 
 
-def _differs(turn: Turn, key: int, again: Vector, dtype: str) -> bool:
+def _differs(turn: PassInTurn, key: int, again: Vector, dtype: str) -> bool:
     """Return whether what arrived at a parameter is another gradient than the one computed again.
 
     What arrived is known as a difference of two sums, which were rounded.
@@ -1175,7 +1178,7 @@ def _first_parting(one: Marks, other: Marks) -> str | None:
     same.
     """
     for (name, then), (_, now) in zip(one, other, strict=False):
-        if len(then) != len(now) or not all(map(is_same, then, now)):
+        if len(then) != len(now) or not all(map(is_same_fingerprint, then, now)):
             return name
     return None if len(one) == len(other) else one[-1][0]
 
@@ -1214,7 +1217,7 @@ def _judge_difference(
     asked: RecomputeRequest,
     received: Sequence[RecordedCall],
     parts: Sequence[RecordedCall],
-    difference: Difference,
+    difference: GradDifference,
     result: RecomputeResult,
 ) -> None:
     """Say why `.grad` is another one than that of the calls, which give what they gave.
@@ -1257,7 +1260,7 @@ def _judge_difference(
 def _judge_backward(
     asked: RecomputeRequest,
     received: Sequence[RecordedCall],
-    without: Difference,
+    without: GradDifference,
     result: RecomputeResult,
 ) -> None:
     """Say which backward is not linear.
@@ -1302,7 +1305,7 @@ def _judge_backward(
 def _judge_output_hooks(
     asked: RecomputeRequest,
     received: Sequence[RecordedCall],
-    difference: Difference,
+    difference: GradDifference,
     result: RecomputeResult,
 ) -> bool:
     """Judge hooks of the program's on outputs of a model, where these explain the difference.
@@ -1351,7 +1354,7 @@ NEAR_TWICE = 1e-3
 def _judge_stolen(
     asked: RecomputeRequest,
     parts: Sequence[RecordedCall],
-    difference: Difference,
+    difference: GradDifference,
     result: RecomputeResult,
 ) -> bool:
     """Judge gradients that lie in memory to which each backward writes.
@@ -1384,7 +1387,7 @@ def _refuse_difference(
     asked: RecomputeRequest,
     parts: Sequence[RecordedCall],
     replayed: Sequence[ReplayResult],
-    found: Difference,
+    found: GradDifference,
 ) -> NoReturn:
     """Say that `.grad` is another one than that of the calls, and what was ruled out.
 
@@ -1402,7 +1405,7 @@ def _refuse_difference(
         )
     _expect_reproducible(parts, replayed)
     twice = [by_micro_batch(parts, ReplayOptions(hooks=True, scale=1.0))[0] for _ in range(2)]
-    between = compare(twice[0].gradients, twice[1], 1.0, lambda seed: twice[1])
+    between = compare_grad(twice[0].gradients, twice[1], 1.0, lambda seed: twice[1])
     if between.worst is not None:
         raise NotReproducible(
             f"two more backward passes of the same calls give gradients that"
@@ -1443,7 +1446,7 @@ def _judge_own_terms(
         )
     if (
         not of_own
-        or compare(asked.observed, linear, asked.factor, lambda seed: linear).worst is not None
+        or compare_grad(asked.observed, linear, asked.factor, lambda seed: linear).worst is not None
     ):
         return False
     injected = [
@@ -1481,7 +1484,7 @@ def _judge_own_terms(
     return True
 
 
-def _blame(name: str, sentence: str, difference: Difference, result: RecomputeResult) -> None:
+def _blame(name: str, sentence: str, difference: GradDifference, result: RecomputeResult) -> None:
     result.name = name
     result.sentence = sentence
     result.error = difference.error
@@ -1513,16 +1516,18 @@ def _judge_functions(
     asked.known.update(found, missed)
     asked.known.update((key, one) for key, each in found.items() for one in each)
     calls = list(chain.from_iterable(each.values() for each in found.values()))
-    with quiet(), AsBefore(parts[0].forward.on):
+    with discarded_output(), AsBefore(parts[0].forward.on):
         accumulates = len(asked.passes) > 1
-        verdicts = [judge_function(call, accumulates=accumulates) for call in calls]
+        verdicts = [judge_backward(call, accumulates=accumulates) for call in calls]
     verdicts += [FunctionReport(kind.__name__, note=NOT_CALLED) for kind in missed.values()]
     with contextlib.suppress(Exception):  # they cannot be called with copies
         verdicts += _written(parts, calls)
     blame_functions(verdicts, result, asked.known)
 
 
-def _written(parts: Sequence[RecordedCall], calls: Iterable[Call]) -> Iterable[FunctionReport]:
+def _written(
+    parts: Sequence[RecordedCall], calls: Iterable[FunctionCall]
+) -> Iterable[FunctionReport]:
     """Judge functions that write to a tensor that they are given, and do not declare it.
 
     The window is computed again with copies in its place: where that is another gradient, the
@@ -1597,9 +1602,9 @@ def judge_calls_of_program(
     """
     result = RecomputeResult()
     if calls.has_calls:
-        with quiet():
+        with discarded_output():
             accumulates = len(passes) > 1
-            verdicts = [judge_function(call, accumulates=accumulates) for call in calls.taken()]
+            verdicts = [judge_backward(call, accumulates=accumulates) for call in calls.taken()]
         blame_functions(verdicts, result, known)
     shown = set(chain.from_iterable(one.outside.functions for one in passes)) | of_calls
     new = {kind for kind in shown if not {kind, statement_of(kind)} & known}

@@ -63,7 +63,7 @@ from gradcheck_suite.auditing.places import (
     is_written_loss,
     live_instances,
     loop_here,
-    shown,
+    shown_path,
 )
 from gradcheck_suite.auditing.samples import Raw
 from gradcheck_suite.auditing.saved_values import Written, written_since
@@ -71,7 +71,7 @@ from gradcheck_suite.auditing.terms import (
     MARK,
     Outside,
     Reader,
-    declare,
+    declare_terms,
     edge_of,
     joined_share,
     leaves_below,
@@ -81,7 +81,7 @@ from gradcheck_suite.auditing.terms import (
 )
 from gradcheck_suite.auditing.vectors import Vector, factor
 from gradcheck_suite.core.comparison import dtype_name
-from gradcheck_suite.core.findings import Found, finding
+from gradcheck_suite.core.findings import Occurrence, finding
 
 # What trainers are configured with, read off the stack at a step; no trainer is imported.
 
@@ -140,7 +140,7 @@ class TrackedParameter:
         dtype: of its gradient.
         gradient: a reference to `.grad`, its version and a checksum of some elements, as the last
             arrival left them.
-        heard: the hook that tells of its gradients: none can be set on a parameter that is frozen.
+        grad_hook: the hook that tells of its gradients: none can be set on a parameter that is frozen.
         at_once: whether that one samples `.grad`, which is else done when the pass has ended, for
             all together.
         hooks: around those of the program on this parameter.
@@ -153,7 +153,7 @@ class TrackedParameter:
     reference: weakref.ref[torch.Tensor]
     dtype: str
     gradient: tuple[Any, int, int | None] | None = None
-    heard: Any = None
+    grad_hook: Any = None
     at_once: bool = False
     hooks: tuple[Any, Any] | None = None
     raw: tuple[Raw, torch.Tensor] | None = None
@@ -391,7 +391,7 @@ class Recorder:
         self.passes_seen = 0
         self.unstepped = ""
         self.last: ActivePass | None = None
-        self.notes: Counter[Found] = Counter()
+        self.notes: Counter[Occurrence] = Counter()
         self.used_at: dict[int, str] = {}
         self._receive = receive
         self._full = full
@@ -423,7 +423,7 @@ class Recorder:
         self._checks: bool | None = None
         self._before: dict[int, str] = {}
         self._touched: dict[int, Raw] = {}
-        self._heard: list[torch.Tensor] = []
+        self._accumulated_into: list[torch.Tensor] = []
         self._unseen: set[int] = set()
         self._standing: dict[int, Raw] = {}
         self._graphs = KnownGraphs()
@@ -516,7 +516,7 @@ class Recorder:
         self._paused_at = self.steps_seen
         self._unhook(2)
         for known in self.parameters.values():
-            known.gradient = known.heard = known.hooks = known.raw = known.ratio = None
+            known.gradient = known.grad_hook = known.hooks = known.raw = known.ratio = None
         self._before.clear()
         self._touched.clear()
         self._unseen.clear()
@@ -529,7 +529,7 @@ class Recorder:
         for handle in self._handles[begin:]:
             handle.remove()
         del self._handles[begin:]
-        self._heard.clear()
+        self._accumulated_into.clear()
 
     @contextlib.contextmanager
     def mute(self) -> Iterator[None]:
@@ -539,7 +539,7 @@ class Recorder:
             yield
         finally:
             self.muted = False
-            self._heard.clear()
+            self._accumulated_into.clear()
 
     def resume(self, step: int) -> None:
         """Record again from a step on, and tell which ones were only counted."""
@@ -694,12 +694,12 @@ class Recorder:
 
     def _note_unseen(self) -> None:
         """Note what has arrived since the last pass, of one that was not entered from Python."""
-        self._unseen |= {self._keys[id(parameter)] for parameter in self._heard}
-        self._heard.clear()
+        self._unseen |= {self._keys[id(parameter)] for parameter in self._accumulated_into}
+        self._accumulated_into.clear()
 
     def _read_standing(self) -> None:
         """Note where something stood before the first pass that is known to reach a parameter."""
-        values = samples.read([*self._standing.values()])
+        values = samples.read_samples([*self._standing.values()])
         self._unseen |= {
             key for key, value in zip(self._standing, values, strict=True) if value.any()
         }
@@ -723,7 +723,7 @@ class Recorder:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             place = (  # given with or without its folder
-                f"{shown(frame.f_code.co_filename)}:{frame.f_lineno}"
+                f"{shown_path(frame.f_code.co_filename)}:{frame.f_lineno}"
             )
             expression = next(
                 (e for at, e in self._objectives.items() if (os.sep + place).endswith(os.sep + at)),
@@ -743,14 +743,14 @@ class Recorder:
             with torch.no_grad():
                 count = eval(expression, frame.f_globals, frame.f_locals)
             for root in roots:
-                declare(root, count, "mean")
+                declare_terms(root, count, "mean")
         except Exception as error:
             self._undeclared.setdefault(at, f"{type(error).__name__}: {error}")
         else:
             self._declared.add(at)
 
     @property
-    def unused_objectives(self) -> list[Found]:
+    def unused_objectives(self) -> list[Occurrence]:
         """The declarations of the user's that said nothing of any loss, and why."""
         return [
             finding(
@@ -935,7 +935,7 @@ class Recorder:
         changes = list(chain.from_iterable(record.unread_hooks for record in passes))
         if not changes:
             return
-        values = samples.read(list(chain.from_iterable(one.raw for one in changes)))
+        values = samples.read_samples(list(chain.from_iterable(one.raw for one in changes)))
         for i, one in enumerate(changes):
             self._judge_hook(one, *values[3 * i : 3 * i + 3])
 
@@ -1067,7 +1067,7 @@ class Recorder:
             )
             if samples.is_shard(parameter):
                 self._shards.add(key)
-        if known.heard is None and parameter.requires_grad and parameter.is_leaf:
+        if known.grad_hook is None and parameter.requires_grad and parameter.is_leaf:
             self._listen(key, parameter, at_once=self._is_apart())
         return key
 
@@ -1078,14 +1078,16 @@ class Recorder:
     def _listen(self, key: int, parameter: torch.Tensor, *, at_once: bool) -> None:
         """Listen to what arrives at a parameter, before all other hooks."""
         known = self.parameters[key]
-        if known.heard is not None:
+        if known.grad_hook is not None:
             if known.at_once:
                 return
-            known.heard.remove()
+            known.grad_hook.remove()
         # between two kernels Python is several times as slow: what can be done at the end of the
         # pass is
-        hook = functools.partial(self._accumulated, key) if at_once else self._heard.append
-        found = known.heard = parameter.register_post_accumulate_grad_hook(hook)
+        hook = (
+            functools.partial(self._accumulated, key) if at_once else self._accumulated_into.append
+        )
+        found = known.grad_hook = parameter.register_post_accumulate_grad_hook(hook)
         known.at_once = at_once
         self._handles.append(found)
         _arrange(parameter._post_accumulate_grad_hooks, [found.id], [])
@@ -1183,11 +1185,11 @@ class Recorder:
 
     @_guarded(SUMS)
     def _arrive_all(self, running: ActivePass) -> None:
-        if self._heard and running.record.accumulates:
-            heard = {self._keys[id(parameter)]: parameter for parameter in self._heard}
-            self._arrived(running.record, heard)
-            self._graphs.arrived(running.record.place, heard.keys())
-        self._heard.clear()
+        if self._accumulated_into and running.record.accumulates:
+            arrived = {self._keys[id(parameter)]: parameter for parameter in self._accumulated_into}
+            self._arrived(running.record, arrived)
+            self._graphs.arrived(running.record.place, arrived.keys())
+        self._accumulated_into.clear()
         if self._shards:
             self._arrive_at_shards(running.record)
 
@@ -1292,7 +1294,7 @@ class Recorder:
             max(counts.values(), default=0),
         )
         if isinstance(one.then, np.ndarray) and isinstance(one.now, np.ndarray):
-            self._judge_hook(one, *samples.read(one.raw))
+            self._judge_hook(one, *samples.read_samples(one.raw))
         else:
             running.record.unread_hooks.append(one)
 
@@ -1403,7 +1405,7 @@ class Recorder:
     def _idle_ends(self, step: StepRecord) -> None:
         now = self._values(step.moved)
         then = [step.moved[key] for key in now]
-        values = samples.read([*now.values(), *then])
+        values = samples.read_samples([*now.values(), *then])
         with np.errstate(invalid="ignore"):
             for i, key in enumerate(now):
                 step.moved[key] = values[i] - values[len(now) + i]
@@ -1649,7 +1651,7 @@ def _near(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tens
     Waits once where they lie on a device.
     """
     found, _ = samples.BatchedSampler().taken(list(chain.from_iterable(pairs)), whole=False)
-    values = samples.read(found)
+    values = samples.read_samples(found)
     return [
         one
         for (one, _), now, then in zip(pairs, values[::2], values[1::2], strict=True)

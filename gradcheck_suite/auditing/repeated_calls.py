@@ -22,8 +22,8 @@ from gradcheck_suite.auditing.samples import (
     Fingerprint,
     Raw,
     fingerprint,
-    is_same,
-    read,
+    is_same_fingerprint,
+    read_samples,
 )
 from gradcheck_suite.auditing.vectors import distance
 
@@ -35,7 +35,7 @@ OTHER_COARSE = 2.0**-4
 
 
 @dataclass(frozen=True)
-class _Call:
+class _ModuleCall:
     """One call of a module.
 
     Attributes:
@@ -52,13 +52,13 @@ class _Call:
     dtypes: tuple[torch.dtype, ...]
     training: bool
 
-    def has_inputs_of(self, other: _Call) -> bool:
+    def has_inputs_of(self, other: _ModuleCall) -> bool:
         """Return whether both were given the same, to the bit."""
         return len(self.inputs) == len(other.inputs) and all(
-            map(is_same, self.inputs, other.inputs)
+            map(is_same_fingerprint, self.inputs, other.inputs)
         )
 
-    def has_outputs_of(self, other: _Call) -> bool:
+    def has_outputs_of(self, other: _ModuleCall) -> bool:
         """Return whether both have returned the same, but for rounding."""
         allowed = [OTHER.get(dtype, OTHER_COARSE) for dtype in self.dtypes]
         return self.dtypes == other.dtypes and _are_near(self.outputs, other.outputs, allowed)
@@ -68,7 +68,7 @@ def _are_near(one: Sequence[Raw], other: Sequence[Raw], allowed: Sequence[float]
     """Return whether samples differ by no more than is allowed, relative to their sizes."""
     if len(one) != len(other):
         return False
-    values = read([*one, *other])
+    values = read_samples([*one, *other])
     pairs = zip(values[: len(one)], values[len(one) :], allowed, strict=True)
     # what is not finite is compared with nothing
     return not any(distance(now, then) > most for now, then, most in pairs)
@@ -82,13 +82,13 @@ def _numbers(values: Iterable[Any]) -> list[torch.Tensor]:
     ]
 
 
-def _call(training: bool, given: Any, output: Any) -> _Call:
+def _call(training: bool, given: Any, output: Any) -> _ModuleCall:
     values = pytree.tree_leaves(given)
     inputs = [fingerprint(one) for one in values if isinstance(one, torch.Tensor)]
     numbers = _numbers(values)
     outputs = _numbers(pytree.tree_leaves(output))
     found, _ = BatchedSampler().taken([*numbers, *outputs], whole=True)
-    return _Call(
+    return _ModuleCall(
         inputs,
         found[: len(numbers)],
         found[len(numbers) :],
@@ -141,7 +141,7 @@ class RepeatedCalls:
 
     def __init__(self) -> None:
         self.said = ""
-        self._calls: defaultdict[int, list[_Call]] = defaultdict(list)
+        self._calls: defaultdict[int, list[_ModuleCall]] = defaultdict(list)
         self._versions: defaultdict[int, list[list[int]]] = defaultdict(list)
 
     def forget(self) -> None:

@@ -14,7 +14,7 @@ from typing import Generic, Literal, TypeVar
 
 from gradcheck_suite.auditing.places import Place
 from gradcheck_suite.core.faults import FAULTS
-from gradcheck_suite.core.findings import FINDINGS, Found, finding
+from gradcheck_suite.core.findings import FINDINGS, Occurrence, finding
 
 E = TypeVar("E")
 """The evidence that the rules of a table read."""
@@ -112,7 +112,7 @@ class Need(Generic[E]):
     remedy: str | None = None
 
     @property
-    def found(self) -> Found:
+    def found(self) -> Occurrence:
         """The reason."""
         return finding(self.reason, self.says, remedy=self.remedy)
 
@@ -167,7 +167,7 @@ class Rule(Generic[E]):
             change=seen.change,
         )
 
-    def finding(self, seen: Sighting = SEEN) -> Found:
+    def finding(self, seen: Sighting = SEEN) -> Occurrence:
         """Return the finding as it was seen."""
         said = f"{self.says.format(**seen.numbers)}{seen.more}"
         return finding(self.called, said, seen.where, seen.remedy)

@@ -3,7 +3,7 @@
 A sample of 16 elements is taken of every state of `.grad`; projections onto 8 vectors of random
 signs, which see every element, are added in the windows that are looked at in full. Both are
 linear, so the sample of a sum is the sum of the samples. Nothing here waits for a device: the
-sample of a gradient on a GPU is a tensor there until `read` is called.
+sample of a gradient on a GPU is a tensor there until `read_samples` is called.
 
 On a device one kernel gathers the elements of all gradients of one dtype. On a CPU numpy computes
 them, so that no autocast, dispatch mode or profiler of the program sees an operation, and without
@@ -527,14 +527,14 @@ def fingerprint(tensor: torch.Tensor) -> Fingerprint:
     return zlib.crc32(memory)
 
 
-def is_same(then: Fingerprint, now: Fingerprint) -> bool:
+def is_same_fingerprint(then: Fingerprint, now: Fingerprint) -> bool:
     """Return whether two fingerprints of one tensor are those of the same values.
 
     Waits for a device where the tensor lies on one.
     """
     if isinstance(then, int) or isinstance(now, int):
         return isinstance(then, int) and isinstance(now, int) and then == now
-    one, other = read([then, now])
+    one, other = read_samples([then, now])
     return np.array_equal(one, other, equal_nan=True)
 
 
@@ -552,7 +552,7 @@ def is_shard(parameter: torch.Tensor) -> bool:
     return hasattr(parameter, "to_local") or getattr(parameter, "_fsdp_flattened", False)
 
 
-def read(samples: Sequence[Raw]) -> list[Vector]:
+def read_samples(samples: Sequence[Raw]) -> list[Vector]:
     """Return samples as arrays.
 
     Those that lie on a device are brought over together, which waits for it once.

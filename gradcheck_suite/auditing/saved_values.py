@@ -29,7 +29,7 @@ from gradcheck_suite.auditing.samples import (
     Fingerprint,
     fingerprint,
     is_plain,
-    is_same,
+    is_same_fingerprint,
 )
 from gradcheck_suite.auditing.terms import MARK, is_leaf, kind
 from gradcheck_suite.run.functions import nodes_from
@@ -200,7 +200,7 @@ def _changed(output: Any, noted: Noted) -> Written | None:
         return None  # something is packed, freed or known to be changed now
     now = _marks([one.tensor for one in saved])
     for one, before, after in zip(saved, noted.marks, now, strict=True):
-        if not is_same(before, after) and (found := _named(one, noted)) is not None:
+        if not is_same_fingerprint(before, after) and (found := _named(one, noted)) is not None:
             return found
     return None
 

@@ -20,9 +20,9 @@ import numpy as np
 from gradcheck_suite.auditing.places import Loop
 from gradcheck_suite.auditing.replay import StepWindow, near
 from gradcheck_suite.auditing.rules import Held, Rule, Sighting, decide, in_order, names
-from gradcheck_suite.auditing.weights import WORDS, WRONG_COUNT, Key, Objective, spread
+from gradcheck_suite.auditing.weights import WORDS, WRONG_COUNT, ComparedObjective, Key, spread
 from gradcheck_suite.core.faults import remedy_of
-from gradcheck_suite.core.findings import Found
+from gradcheck_suite.core.findings import Occurrence
 from gradcheck_suite.core.text import counted
 from gradcheck_suite.judge.naming import factor_of
 from gradcheck_suite.judge.weights import ADDED, MOST_ADDED
@@ -50,12 +50,12 @@ class ObjectiveInWindow:
     """
 
     window: StepWindow
-    objective: Objective
+    objective: ComparedObjective
     length: int
     whole: bool
-    others: Sequence[Objective]
+    others: Sequence[ComparedObjective]
     alone: bool
-    beside: Sequence[Objective] = ()
+    beside: Sequence[ComparedObjective] = ()
     taken_out: float = 1.0
     count: str = ""
     own: float = 0.0
@@ -200,7 +200,7 @@ MOST_CHOICES = 256
 
 
 @dataclass(frozen=True)
-class Run:
+class ObjectiveRun:
     """One objective in all windows of an optimizer.
 
     Attributes:
@@ -271,7 +271,7 @@ class UseInRun:
     """
 
     use: ObjectiveInWindow
-    run: Run
+    run: ObjectiveRun
 
     @property
     def tolerance(self) -> float:
@@ -908,7 +908,7 @@ def _is_miscounted(e: E) -> Seen:
 # What other losses show, and what is left.
 
 
-def _is_scaled(objective: Objective, scale: float) -> bool:
+def _is_scaled(objective: ComparedObjective, scale: float) -> bool:
     """Return whether each loss is seen to be multiplied by a scale."""
     return objective.is_divided_by(1 / scale)
 
@@ -1218,7 +1218,7 @@ def scales(
     history: Mapping[Key, list[ObjectiveInWindow]],
     ranks: int,
     declared_k: int | None,
-    notes: Counter[Found],
+    notes: Counter[Occurrence],
 ) -> list[WrongScale]:
     """Return the coefficients that follow from how windows are cut up.
 
@@ -1241,11 +1241,11 @@ def scales(
         _count_together(windows)
     found = list[WrongScale]()
     for uses in history.values():
-        found += _of_objective(Run(uses, ranks, declared_k), notes)
+        found += _of_objective(ObjectiveRun(uses, ranks, declared_k), notes)
     return found
 
 
-def _of_objective(run: Run, notes: Counter[Found]) -> Iterator[WrongScale]:
+def _of_objective(run: ObjectiveRun, notes: Counter[Occurrence]) -> Iterator[WrongScale]:
     """Yield the faults of one objective, and note what else its windows show."""
     for use in run.uses:
         e = UseInRun(use, run)
@@ -1272,7 +1272,7 @@ def _may_be_hidden(e: E, fault: Held[E]) -> bool:
     return e.use.hides and fault.rule.name != "short of configured" and not e.run.right
 
 
-def _hidden(e: E, fault: Held[E]) -> Found:
+def _hidden(e: E, fault: Held[E]) -> Occurrence:
     scale = _scale_of(e, fault)
     own = "the weights of the samples have its inverse"
     seen = replace(_either(scale.note, (scale.cause,), own), where=str(e.use.objective.place))

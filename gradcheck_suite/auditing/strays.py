@@ -13,7 +13,7 @@ import torch
 from gradcheck_suite.auditing.events import PassRecord, StepRecord
 from gradcheck_suite.auditing.places import Place, live_instances
 from gradcheck_suite.auditing.recorder import TrackedParameter
-from gradcheck_suite.core.findings import Found, finding
+from gradcheck_suite.core.findings import Occurrence, finding
 from gradcheck_suite.core.text import counted, listed
 
 
@@ -73,7 +73,7 @@ class Strays:
                 continue
             self.found[key] = self._reached[key]
 
-    def findings(self, name_of: Callable[[int], str | None]) -> Iterator[Found]:
+    def findings(self, name_of: Callable[[int], str | None]) -> Iterator[Occurrence]:
         """Yield a finding for each line that sends gradients to such parameters."""
         by_place: defaultdict[str, list[int]] = defaultdict(list)
         for key, place in self.found.items():

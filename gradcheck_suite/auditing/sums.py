@@ -20,7 +20,7 @@ from gradcheck_suite.auditing.evidence import (
     Numbers,
     WindowEvidence,
     are_near,
-    columns_of,
+    columns_where,
     in_any_row,
 )
 from gradcheck_suite.auditing.places import (
@@ -166,8 +166,8 @@ class _Results:
 
 def _results(e: E) -> _Results:
     is_there = np.abs(e.mean) > _least_there(e)
-    there = columns_of(e.by_hand & is_there)
-    gone = columns_of(e.by_hand & ~is_there)
+    there = columns_where(e.by_hand & is_there)
+    gone = columns_where(e.by_hand & ~is_there)
     both = e.places(there) & e.places(gone)
     return _Results(
         there=[j for j in there if e.places([j]) & both],

@@ -25,7 +25,7 @@ from torch.autograd.function import BackwardCFunction
 from gradcheck_suite.auditing.loss_terms import Term
 from gradcheck_suite.auditing.modes import Apart
 from gradcheck_suite.auditing.places import in_trace
-from gradcheck_suite.auditing.samples import Raw, is_on_device, read
+from gradcheck_suite.auditing.samples import Raw, is_on_device, read_samples
 from gradcheck_suite.auditing.vectors import Vector
 from gradcheck_suite.run.functions import is_of_program
 
@@ -535,7 +535,7 @@ def read_numbers(found: Sequence[PendingTerm]) -> None:
     """Complete terms by their numbers; waits for a device once, for all of them together."""
     measured = [(one, name, value) for one in found for name, value in one.measured.items()]
     by_term: dict[int, dict[str, Vector]] = {id(one): {} for one in found}
-    values = read([value for _, _, value in measured])
+    values = read_samples([value for _, _, value in measured])
     for (one, name, _), value in zip(measured, values, strict=True):
         by_term[id(one)][name] = value
     for one in found:
@@ -865,7 +865,7 @@ class Reader:
         self._handles.append(register(hook))
 
 
-def declare(loss: torch.Tensor, count: float | torch.Tensor, reduction: str) -> None:
+def declare_terms(loss: torch.Tensor, count: float | torch.Tensor, reduction: str) -> None:
     """Note what a loss is a mean or a sum of, so that the walk ends there."""
     if loss.grad_fn is not None:
         with Apart():

@@ -23,14 +23,14 @@ from gradcheck_suite.auditing.weights import (
     MEAN_OF_MEANS,
     UNEQUAL,
     UNEVEN,
+    ComparedObjective,
     Key,
-    Objective,
     Reading,
     coefficient,
     evidence,
 )
 from gradcheck_suite.core.faults import FAULTS, FIX, remedy_of
-from gradcheck_suite.core.findings import Found, finding
+from gradcheck_suite.core.findings import Occurrence, finding
 from gradcheck_suite.core.results import Unknown, Violation, Weight
 from gradcheck_suite.judge.naming import diagnose, means_text, names_nothing
 from gradcheck_suite.judge.weights import Diagnosis, Weights
@@ -88,7 +88,7 @@ class WindowReadings:
             and all(len(o.parts) > 1 for o in found)
         )
 
-    def taken_out(self, found: Sequence[Objective]) -> float:
+    def taken_out(self, found: Sequence[ComparedObjective]) -> float:
         """Return by what `.grad` was multiplied after the last pass, in a reading in which that is
         a weight; else 1.
         """
@@ -120,7 +120,7 @@ class WeightVerdict:
     violations: list[Violation] = field(default_factory=list)
     provisional: list[Violation] = field(default_factory=list)
     united: United = field(default_factory=dict)
-    notes: Counter[Found] = field(default_factory=Counter)
+    notes: Counter[Occurrence] = field(default_factory=Counter)
     unknown: Counter[Unknown] = field(default_factory=Counter)
     steps: set[int] = field(default_factory=set)
 
@@ -180,7 +180,7 @@ class Uses:
         default_factory=lambda: defaultdict(list)
     )
 
-    def take(self, use: ObjectiveInWindow, notes: Counter[Found], *, is_scaled: bool) -> None:
+    def take(self, use: ObjectiveInWindow, notes: Counter[Occurrence], *, is_scaled: bool) -> None:
         """Take an objective in a window."""
         objective = use.objective
         if objective.status == UNEQUAL and _is_coefficient(use):
@@ -194,7 +194,7 @@ class Uses:
 
 def _objectives(
     pending: Sequence[WindowReadings], divisors: Sequence[int | None]
-) -> list[list[Objective]]:
+) -> list[list[ComparedObjective]]:
     """Return the objectives of each window, as the windows together show them."""
     modes = reading_weights.best_modes([one.readings for one in pending])
     found_in = [_objectives_of(one, modes, divisors) for one in pending]
@@ -231,7 +231,7 @@ def _objectives_of(
     divisors: Sequence[int | None],
     across_sites: Collection[Key] = frozenset(),
     taken_out: Collection[float] = frozenset(),
-) -> list[Objective]:
+) -> list[ComparedObjective]:
     """Return the objectives of a window, the factor after its last pass taken as a part of them or
     not.
 
@@ -256,7 +256,7 @@ def _objectives_of(
     return found[0] if is_weight else found[-1]
 
 
-def _weighs_one(objective: Objective) -> bool:
+def _weighs_one(objective: ComparedObjective) -> bool:
     """Return whether unequal weights weigh 1 together: what was multiplied into the loss, such as a
     scale against underflow, is taken out after the last pass.
     """
@@ -266,7 +266,7 @@ def _weighs_one(objective: Objective) -> bool:
     return near(sum(weight * count for weight, count in masses), 1.0, objective.tolerance)
 
 
-def _are_right(found: Sequence[Objective]) -> bool:
+def _are_right(found: Sequence[ComparedObjective]) -> bool:
     return bool(found) and all(objective.right() for objective in found)
 
 
@@ -367,7 +367,7 @@ def read_joined(passes: Mapping[int, BackwardPass], sources: Iterable[Source]) -
 
 def _note_unknown(
     one: WindowReadings,
-    found: Sequence[Objective],
+    found: Sequence[ComparedObjective],
     result: WeightVerdict,
     name_of: Callable[[int], str | None],
 ) -> tuple[bool, bool]:
@@ -423,7 +423,7 @@ def _note_unknown(
 
 def _repeated_outside(
     one: WindowReadings, records: Sequence[PassRecord], name_of: Callable[[int], str | None]
-) -> Iterator[Found]:
+) -> Iterator[Occurrence]:
     """Yield that parameters outside of cached items get a gradient from each pass over the same
     items.
     """
@@ -442,7 +442,7 @@ def _repeated_outside(
     yield finding("repeated-outside-cache", said, one.window.where, remedy)
 
 
-def _uses(one: WindowReadings, found: Sequence[Objective]) -> Iterator[ObjectiveInWindow]:
+def _uses(one: WindowReadings, found: Sequence[ComparedObjective]) -> Iterator[ObjectiveInWindow]:
     """Yield each objective of a window whose terms can be compared."""
     window = one.window
     site = {
@@ -525,7 +525,7 @@ def place_of_loss(window: StepWindow, where: Place) -> str:
     )
 
 
-def _rows(objective: Objective, count: str, expected: float) -> tuple[Weight, ...]:
+def _rows(objective: ComparedObjective, count: str, expected: float) -> tuple[Weight, ...]:
     """Return the weight of each item, by micro-batch: expected and observed."""
     order = {
         index: j for j, index in enumerate(sorted({part.source[1] for part in objective.parts}))
@@ -615,7 +615,7 @@ def _of_unequal(use: ObjectiveInWindow, general: Diagnosis | None, *, is_shown: 
     return _of_weights(StepFault(named.name, sentence, causes=causes), use, rows)
 
 
-def _beside_empty(objective: Objective, window: StepWindow) -> Objective:
+def _beside_empty(objective: ComparedObjective, window: StepWindow) -> ComparedObjective:
     """Return an objective as unequal where it is of means of equal counts, and a micro-batch is
     without items.
 
@@ -631,7 +631,7 @@ def _beside_empty(objective: Objective, window: StepWindow) -> Objective:
     return replace(objective, status=UNEQUAL, named=Diagnosis(MEAN_OF_MEANS, ""))
 
 
-def _empty(objective: Objective, window: StepWindow) -> set[Source]:
+def _empty(objective: ComparedObjective, window: StepWindow) -> set[Source]:
     """Return the passes of an objective's lines that have no items, and so nothing of it."""
     own = {part.source for part in objective.parts}
     places = {window.passes[index].records[rank].place for rank, index in own}
@@ -699,7 +699,7 @@ PATTERNS = (
 """What no count of a micro-batch's own explains."""
 
 
-def _named(objectives: Sequence[Objective]) -> Diagnosis:
+def _named(objectives: Sequence[ComparedObjective]) -> Diagnosis:
     """Name weights that no count explains, as a loop that is verified would be.
 
     Args:
@@ -734,7 +734,7 @@ def _named(objectives: Sequence[Objective]) -> Diagnosis:
     return Diagnosis(named.name, said) if names_nothing(named) else named
 
 
-def _weights(objective: Objective, count: str, empty: Collection[Source] = ()) -> Weights:
+def _weights(objective: ComparedObjective, count: str, empty: Collection[Source] = ()) -> Weights:
     """Return the weights of an objective by what is counted, those of micro-batches without items
     among them.
     """

@@ -60,7 +60,7 @@ class LossInWindow:
 
 
 @dataclass(frozen=True)
-class Objective:
+class ComparedObjective:
     """One objective in one window, and how its terms compare.
 
     Attributes:
@@ -172,7 +172,7 @@ def with_common_sign(weights: Sequence[float]) -> list[float]:
 
 
 @np.errstate(all="ignore")
-def compare(parts: Sequence[LossInWindow], key: Key = ()) -> Objective:
+def compare_terms(parts: Sequence[LossInWindow], key: Key = ()) -> ComparedObjective:
     """Compare the terms of one objective: the same weight at some level, else whether counts make
     them unequal.
     """
@@ -180,8 +180,8 @@ def compare(parts: Sequence[LossInWindow], key: Key = ()) -> Objective:
     own = parts[0].term.own
     with_factor = any(part.term.factor != 1 for part in parts)
     levels = [_levels(part.term, with_factor=with_factor) for part in parts]
-    best: Objective | None = None
-    faults: list[Objective] = []
+    best: ComparedObjective | None = None
+    faults: list[ComparedObjective] = []
     for depth in range(min(map(len, levels))):
         weights = [
             level[depth][0] * part.coefficient for level, part in zip(levels, parts, strict=True)
@@ -193,7 +193,7 @@ def compare(parts: Sequence[LossInWindow], key: Key = ()) -> Objective:
         )
         counts = {name: [level[depth][1][name] for level in levels] for name in names}
         if spread(weights) <= tolerance:
-            best = best or Objective(
+            best = best or ComparedObjective(
                 key,
                 parts,
                 EQUAL,
@@ -208,7 +208,7 @@ def compare(parts: Sequence[LossInWindow], key: Key = ()) -> Objective:
             faults += _by_counts(key, parts, weights, counts, outermost=depth == 0)
     if best is not None:
         return best
-    unnamed = Objective(key, parts, UNEQUAL)
+    unnamed = ComparedObjective(key, parts, UNEQUAL)
     return min(faults, key=lambda fault: fault.named.name if fault.named else "", default=unnamed)
 
 
@@ -219,7 +219,7 @@ def _by_counts(
     counts: Mapping[str, Sequence[float]],
     *,
     outermost: bool,
-) -> Iterator[Objective]:
+) -> Iterator[ComparedObjective]:
     """Yield what counts say of unequal weights: means that weigh the same, or that are weighted by
     another count.
     """
@@ -241,7 +241,7 @@ def _by_counts(
         whole = float(w.per_mean.sum()) or 1.0
         named = diagnose(replace(w, observed=w.observed / whole), only=(MEAN_OF_MEANS, WRONG_COUNT))
         if not names_nothing(named):
-            yield Objective(key, parts, UNEQUAL, named=named, count=name)
+            yield ComparedObjective(key, parts, UNEQUAL, named=named, count=name)
 
 
 def evidence(
@@ -377,7 +377,7 @@ def _as_batch(plain: Term, terms: Sequence[Term]) -> Term | None:
 
 Key = tuple[Any, ...]
 """Of an objective: the call site of backward and the expression; in a reading also the mode and the ordinal."""
-Reading = dict[Key, dict[str, list[Objective]]]
+Reading = dict[Key, dict[str, list[ComparedObjective]]]
 """Of a window: site and expression -> mode -> its objectives."""
 
 
@@ -399,7 +399,7 @@ def is_empty(term: Term) -> bool:
     )
 
 
-def read(
+def read_terms(
     passes: Mapping[int, BackwardPass],
     coefficients: Mapping[Source, float],
     tasks: Mapping[int, str],
@@ -427,17 +427,17 @@ def _in_modes(
     by_pass: Mapping[Source, Sequence[Term]],
     coefficients: Mapping[Source, float],
     error: float,
-) -> dict[str, list[Objective]]:
+) -> dict[str, list[ComparedObjective]]:
     """Return the objectives of one expression in every mode that applies."""
     numbers = {len(terms) for terms in by_pass.values()}
-    found: dict[str, list[Objective]] = {}
+    found: dict[str, list[ComparedObjective]] = {}
     for mode in _modes_of(by_pass, numbers):
         table = {source: _merged(mode, terms) for source, terms in by_pass.items()}
         columns = set(map(len, table.values()))
         if len(columns) != 1 or 0 in columns:
             continue
         found[mode] = [
-            compare(
+            compare_terms(
                 [
                     LossInWindow(
                         s,
@@ -481,23 +481,23 @@ def _are_of_one_item(terms: Sequence[Term]) -> bool:
 
 
 def _of_heads(
-    every: Sequence[LossInWindow], first: Objective, *, is_uneven: bool
-) -> list[Objective]:
+    every: Sequence[LossInWindow], first: ComparedObjective, *, is_uneven: bool
+) -> list[ComparedObjective]:
     """Return the terms of a batch as heads of a detector, some without items in some passes: each
     may be a mean of its own.
     """
-    of_all = compare(every, first.key)
+    of_all = compare_terms(every, first.key)
     if of_all.named and of_all.named.name == MEAN_OF_MEANS:
         return [of_all]
     # they may be terms of several losses, of which some micro-batches have more than others
-    return [Objective(first.key, every, UNEVEN)] if is_uneven else [first]
+    return [ComparedObjective(first.key, every, UNEVEN)] if is_uneven else [first]
 
 
 def objectives(
     reading: Reading,
     modes: Mapping[Key, Sequence[str]],
     across_sites: Collection[Key] = frozenset(),
-) -> list[Objective]:
+) -> list[ComparedObjective]:
     """Return the objectives of a window, each expression in the first of its modes that applies.
 
     Args:
@@ -505,13 +505,13 @@ def objectives(
         modes: of each expression, the best one first.
         across_sites: the keys of those that are right at several places together in some window.
     """
-    found = list[Objective]()
+    found = list[ComparedObjective]()
     for top, results in reading.items():
-        none = [Objective((*top, "", 0), (), UNEVEN)]
+        none = [ComparedObjective((*top, "", 0), (), UNEVEN)]
         found += next((results[mode] for mode in modes.get(top, MODES) if mode in results), none)
     # one expression at several places, as with the last micro-batch unrolled or in a closure: one
     # objective where that is exactly right, in this window or in another one
-    by_expression: defaultdict[Any, list[Objective]] = defaultdict(list)
+    by_expression: defaultdict[Any, list[ComparedObjective]] = defaultdict(list)
     for one in found:
         by_expression[one.key[1]].append(one)
     for expression, several in by_expression.items():
@@ -524,7 +524,7 @@ def objectives(
     return found
 
 
-def _together(several: Sequence[Objective]) -> Objective | None:
+def _together(several: Sequence[ComparedObjective]) -> ComparedObjective | None:
     """Return one expression at several places as one objective; None where it is no such one."""
     if len({one.place for one in several}) < 2 or not all(one.parts for one in several):
         return None
@@ -534,7 +534,7 @@ def _together(several: Sequence[Objective]) -> Objective | None:
     if len({part.source for part in parts}) != len(parts):
         return None
     place = min((one.place for one in several), key=str)
-    return compare(parts, (place, several[0].key[1], ACROSS_SITES, 0))
+    return compare_terms(parts, (place, several[0].key[1], ACROSS_SITES, 0))
 
 
 def best_modes(readings: Sequence[Sequence[Reading]]) -> dict[Key, list[str]]:

@@ -47,7 +47,7 @@ from gradcheck_suite.core.contract import Batch
 from gradcheck_suite.core.frames import is_outside_torch
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.run.functions import Forward, kinds_of, replaced_forwards
-from gradcheck_suite.run.instance import leaves, map_leaves
+from gradcheck_suite.run.instance import map_leaves, tensor_leaves
 
 _FRAME = re.compile(
     r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>[^\n]*)'
@@ -277,7 +277,7 @@ def _refuse_changing_hooks(
             )
 
 
-def functions_of(
+def custom_code_of(
     model: nn.Module, loss: Callable[..., torch.Tensor], batch: Batch
 ) -> frozenset[type]:
     """Run the loss once in torch and return the classes of its custom functions, custom operations
@@ -537,7 +537,7 @@ _CORE = (
 
 
 class _LossModule(nn.Module):
-    """The loss as a module whose inputs are the batch's tensors, in the order of `leaves`."""
+    """The loss as a module whose inputs are the batch's tensors, in the order of `tensor_leaves`."""
 
     def __init__(self, model: nn.Module, loss: LossFunction, batch: Batch) -> None:
         super().__init__()
@@ -583,8 +583,8 @@ def export_loss(
         UnknownOperation: an operation is not in the table.
         RandomnessError: the loss draws random numbers.
     """
-    functions = functions_of(model, loss, batch)
-    tensors = tuple(leaves(batch))
+    functions = custom_code_of(model, loss, batch)
+    tensors = tuple(tensor_leaves(batch))
     module = _LossModule(model, loss, batch)
     module.training = model.training  # `train()` would change the submodules that are in eval mode
     with (
@@ -790,7 +790,7 @@ def _of_logits_helps(model: nn.Module, loss: LossFunction, batch: Batch) -> bool
                 for function in (names["loss"], loss)
             ]
         module = _LossModule(model, names["loss"], batch)
-        torch.export.export(module, tuple(leaves(batch)), strict=False)
+        torch.export.export(module, tuple(tensor_leaves(batch)), strict=False)
     except Exception:  # any: the model is unknown
         return False
     return math.isclose(*values, rel_tol=1e-5)

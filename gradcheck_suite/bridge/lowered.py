@@ -23,8 +23,8 @@ from torch.utils.checkpoint import CheckpointFunction
 from gradcheck_suite.bridge.exporting import (
     ACCEPTED,
     LossFunction,
+    custom_code_of,
     export_loss,
-    functions_of,
     operation_of,
     random_message,
     real_results,
@@ -45,7 +45,7 @@ from gradcheck_suite.bridge.op_table import (
 from gradcheck_suite.core.contract import Batch
 from gradcheck_suite.reference.programs import PROGRAMS, device
 from gradcheck_suite.run.functions import Forward, replaced_forwards
-from gradcheck_suite.run.instance import leaves, map_leaves
+from gradcheck_suite.run.instance import map_leaves, tensor_leaves
 
 
 def _after_token(lowering: Callable[..., Any]) -> Callable[..., Any]:
@@ -343,7 +343,7 @@ def arguments_of(model: nn.Module, batch: Batch) -> tuple[Arrays, Arrays, list[A
     with jax.default_device(device()):
         parameters = {name: to_array(p) for name, p in model.named_parameters()}
         buffers = {name: to_array(b) for name, b in model.named_buffers()}
-        return parameters, buffers, [to_array(t) for t in leaves(batch)]
+        return parameters, buffers, [to_array(t) for t in tensor_leaves(batch)]
 
 
 def lower(
@@ -437,15 +437,15 @@ def wrong_backwards(
     called by themselves: they show in the gradient of the whole loss. The arguments and errors are
     those of `lower`.
     """
-    functions = functions_of(model, loss, batch) - ACCEPTED - {CheckpointFunction}
+    functions = custom_code_of(model, loss, batch) - ACCEPTED - {CheckpointFunction}
     if not functions:
         return ()
-    calls: dict[str, _Call] = {}
+    calls: dict[str, _FunctionModule] = {}
 
     def recording(kind: type) -> Any:
         def made(forward: Forward, first: int) -> Forward:
             def recorded(*arguments: Any) -> Any:
-                call = _Call(kind, arguments[first:])
+                call = _FunctionModule(kind, arguments[first:])
                 calls.setdefault(call.signature, call)
                 return forward(*arguments)
 
@@ -462,13 +462,13 @@ def wrong_backwards(
     found: list[WrongBackward] = []
     for kind in sorted(functions, key=lambda kind: kind.__qualname__):
         for call in [call for call in calls.values() if call.kind is kind][:MOST]:
-            if wrong := _judged(call):
+            if wrong := _judged_call(call):
                 found.append(wrong)
                 break
     return tuple(found)
 
 
-class _Call(nn.Module):
+class _FunctionModule(nn.Module):
     """A call of a custom function in float64, as a module: its parameters are the arguments that
     require a gradient.
 
@@ -512,7 +512,9 @@ def _combined(call: nn.Module, weights: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([each.double() for each in sums]).sum()
 
 
-def _own_gradient(call: _Call, weights: list[torch.Tensor]) -> list[npt.NDArray[np.float64]]:
+def _own_gradient(
+    call: _FunctionModule, weights: list[torch.Tensor]
+) -> list[npt.NDArray[np.float64]]:
     wanted = list(call.parameters())
     found = torch.autograd.grad(
         _combined(call, weights), wanted, allow_unused=True, materialize_grads=True
@@ -520,7 +522,7 @@ def _own_gradient(call: _Call, weights: list[torch.Tensor]) -> list[npt.NDArray[
     return [g.numpy() for g in found]
 
 
-def _judged(call: _Call) -> WrongBackward | None:
+def _judged_call(call: _FunctionModule) -> WrongBackward | None:
     generator = torch.Generator().manual_seed(0)
     try:
         weights = [
@@ -548,7 +550,9 @@ def _judged(call: _Call) -> WrongBackward | None:
     for number, got, name, rounding in zip(
         call.numbers, own, lowered.trainable, noise, strict=True
     ):
-        if wrong := _compared(call.kind, number, got, by_name[name], (relative, NOISE * rounding)):
+        if wrong := _compared_gradient(
+            call.kind, number, got, by_name[name], (relative, NOISE * rounding)
+        ):
             return wrong
     return None
 
@@ -557,7 +561,7 @@ def _largest(x: npt.NDArray[np.float64]) -> float:
     return float(np.max(np.abs(x), initial=0, where=np.isfinite(x)))
 
 
-def _compared(
+def _compared_gradient(
     kind: type,
     number: int,
     got: npt.NDArray[Any],

@@ -83,7 +83,7 @@ def vector(size: int) -> Signal:
     return Signal("vector", (size,))
 
 
-def product(**choices: Sequence[Any]) -> list[Options]:
+def choices_in_order(**choices: Sequence[Any]) -> list[Options]:
     """Return every combination of the choices, ordered by the sum of their positions: simplest
     first.
     """
@@ -130,7 +130,7 @@ def on(
     """
     return Variants(
         forms,
-        product(**choices) if options is None else options,
+        choices_in_order(**choices) if options is None else options,
         fits,
         min_features,
     )
@@ -370,16 +370,16 @@ def _tokens(options: Options, rng: np.random.Generator, items: int) -> Arrays:
 KINDS = (
     InputDefinition(
         "vector",
-        (*product(size=(1, 2, 3, 4)), *product(size=(2,), values=tuple(VALUES))),
+        (*choices_in_order(size=(1, 2, 3, 4)), *choices_in_order(size=(2,), values=tuple(VALUES))),
         lambda o: Signal("vector", (o["size"],)),
         lambda o, rng, items: _normal(o, rng, items, o["size"]),
     ),
     InputDefinition(
         "sequence",
         (
-            *product(length=(3,), size=(2, 4), padded=(False, True)),
-            *product(length=(5,), size=(2,), padded=(False, True)),
-            *product(length=(3,), size=(2,), padded=(False, True), values=tuple(VALUES)),
+            *choices_in_order(length=(3,), size=(2, 4), padded=(False, True)),
+            *choices_in_order(length=(5,), size=(2,), padded=(False, True)),
+            *choices_in_order(length=(3,), size=(2,), padded=(False, True), values=tuple(VALUES)),
         ),
         lambda o: Signal("sequence", (o["length"], o["size"]), padded=o["padded"]),
         _sequence,
@@ -387,9 +387,9 @@ KINDS = (
     InputDefinition(
         "tokens",
         (
-            *product(length=(3,), vocabulary=(5,), padded=(False, True)),
-            *product(length=(5,), vocabulary=(5,), padded=(False, True)),
-            *product(length=(3,), vocabulary=(9,), padded=(False, True)),
+            *choices_in_order(length=(3,), vocabulary=(5,), padded=(False, True)),
+            *choices_in_order(length=(5,), vocabulary=(5,), padded=(False, True)),
+            *choices_in_order(length=(3,), vocabulary=(9,), padded=(False, True)),
         ),
         lambda o: Signal("tokens", (o["length"],), padded=o["padded"], vocabulary=o["vocabulary"]),
         _tokens,
@@ -404,9 +404,9 @@ KINDS = (
     InputDefinition(
         "image",
         (
-            *product(channels=(2, 4), height=(4,), width=(5,)),
+            *choices_in_order(channels=(2, 4), height=(4,), width=(5,)),
             *({"channels": 2, "height": size, "width": size} for size in (2, 5)),
-            *product(channels=(2,), height=(4,), width=(5,), values=tuple(VALUES)),
+            *choices_in_order(channels=(2,), height=(4,), width=(5,), values=tuple(VALUES)),
         ),
         lambda o: Signal("image", (o["channels"], o["height"], o["width"])),
         lambda o, rng, items: _normal(o, rng, items, o["channels"], o["height"], o["width"]),

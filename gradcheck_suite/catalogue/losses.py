@@ -72,7 +72,7 @@ def positive(rng: np.random.Generator, *shape: int) -> Floats:
     return rng.uniform(0.25, 2.0, shape)
 
 
-def signs(rng: np.random.Generator, *shape: int) -> Floats:
+def drawn_signs(rng: np.random.Generator, *shape: int) -> Floats:
     """Return drawn targets of -1 and 1, of which two thirds are -1 on average."""
     return np.where(rng.random(shape) < 1 / 3, 1.0, -1.0)
 
@@ -88,7 +88,7 @@ def sign_targets(
     signal: Signal, options: Options, rng: np.random.Generator, ignored: Bools
 ) -> Arrays:
     """Return targets of -1 and 1, (n, *size)."""
-    return {"target": signs(rng, len(ignored), *signal.size)}
+    return {"target": drawn_signs(rng, len(ignored), *signal.size)}
 
 
 def _with_other(targets: Targets) -> Targets:
@@ -1069,7 +1069,7 @@ KINDS = (
         "cosine_embedding",
         # the cosine of vectors of one feature is constant but for its sign
         on("vector", min_features=2, margin=(0.0, 0.25)),
-        _with_other(lambda signal, o, rng, ignored: {"target": signs(rng, len(ignored))}),
+        _with_other(lambda signal, o, rng, ignored: {"target": drawn_signs(rng, len(ignored))}),
         _cosine,
         _cosine_items,
     ),

@@ -243,7 +243,7 @@ _TRANSFORMER_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-class Block(torch.nn.Module):
+class EncoderBlock(torch.nn.Module):
     """`torch.nn.TransformerEncoderLayer` without dropout, whose random numbers differ between torch
     and JAX.
     """
@@ -561,7 +561,7 @@ class Routed(torch.nn.Module):
         return y
 
 
-class Branch(Routed):
+class TwoWayLinear(Routed):
     """One linear layer for rows whose first feature is above the threshold, another for the other
     rows.
     """
@@ -725,7 +725,7 @@ KINDS = (
             min_features=2,
         ),
         _transformer_out,
-        lambda signal, o: Block(signal.features, **o),
+        lambda signal, o: EncoderBlock(signal.features, **o),
         _transformer,
         uses_mask=True,
         trainable=True,
@@ -754,6 +754,6 @@ KINDS = (
     _frozen("part_frozen_linear", frozen=_PARTS, trainable=True),
     _frozen("frozen_linear", trainable=False),
     _routed("unused", Unused, lambda o, params, x, extras: linear(params, x)),
-    _routed("branch", Branch, _branch),
+    _routed("branch", TwoWayLinear, _branch),
     _routed("mixture", Mixture, _mixture, experts=(2, 3)),
 )

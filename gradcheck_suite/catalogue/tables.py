@@ -332,7 +332,9 @@ def _tie(model: torch.nn.Module, name: str, original: str) -> None:
         raise UsageError(
             f"ties: the model has no module or parameter of that name: {error}"
         ) from None
-    shapes = [{key: p.shape for key, p in _named(member)} for member in (found, replaced)]
+    shapes = [
+        {key: p.shape for key, p in _named_parameters_of(member)} for member in (found, replaced)
+    ]
     if type(found) is not type(replaced) or shapes[0] != shapes[1]:
         raise UsageError(
             f"ties: expected two modules or two parameters of one shape, got {name!r} and"
@@ -347,7 +349,9 @@ def _member(model: torch.nn.Module, name: str) -> torch.nn.Module | torch.nn.Par
     return module.get_parameter(last) if last in module._parameters else module.get_submodule(last)
 
 
-def _named(member: torch.nn.Module | torch.nn.Parameter) -> Iterable[tuple[str, torch.Tensor]]:
+def _named_parameters_of(
+    member: torch.nn.Module | torch.nn.Parameter,
+) -> Iterable[tuple[str, torch.Tensor]]:
     return [("", member)] if isinstance(member, torch.nn.Parameter) else member.named_parameters()
 
 
@@ -438,7 +442,7 @@ def _value(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> npt.N
     return np.abs(1 + 0.3 * values) if last == "weight" else 0.5 * values
 
 
-def fill(model: torch.nn.Module, seed: int) -> None:
+def fill_parameters(model: torch.nn.Module, seed: int) -> None:
     """Fill a generated model's parameters and floating buffers in place."""
     rng = np.random.default_rng((seed, _PARAMETER_STREAM))
     with torch.no_grad():
@@ -453,7 +457,7 @@ def build_model(problem: ProblemSpec, seed: int, dtype: torch.dtype) -> Generate
     """
     with torch.random.fork_rng(devices=[]):
         model = GeneratedModel(problem)
-    fill(model, seed)
+    fill_parameters(model, seed)
     return model.to(dtype)
 
 

@@ -52,7 +52,7 @@ class Command:
 
 
 @dataclass(frozen=True)
-class Program:
+class CommandLine:
     """A program with commands.
 
     Attributes:
@@ -83,7 +83,8 @@ class Program:
         """Return the end of a command's help: examples, and what its exit statuses mean."""
         row = self.commands[command]
         statuses = aligned(
-            (str(status), meaning) for status, meaning in exit_status.meanings(row.meanings).items()
+            (str(status), meaning)
+            for status, meaning in exit_status.status_meanings(row.meanings).items()
         )
         examples = (f"  {self.name} {line}" for line in row.examples)
         return "\n".join(
@@ -91,7 +92,7 @@ class Program:
         )
 
 
-PROGRAM = Program(
+PROGRAM = CommandLine(
     "gradcheck-suite",
     "Does this training loop hand its optimizer the gradient it should?",
     {
@@ -172,7 +173,7 @@ PROGRAM = Program(
 )
 
 
-def run(argv: Sequence[str], program: Program = PROGRAM) -> int:
+def run(argv: Sequence[str], program: CommandLine = PROGRAM) -> int:
     """Run one command line and return its exit status.
 
     Every exception becomes a status and a message.
@@ -234,7 +235,7 @@ def _failed_by(error: Exception, called: str) -> int:
     return _fail(called, "this is a bug in gradcheck-suite; please report it", exit_status.BUG)
 
 
-def _command(argv: Sequence[str], program: Program) -> tuple[str, list[str]]:
+def _command(argv: Sequence[str], program: CommandLine) -> tuple[str, list[str]]:
     if argv and argv[0] in program.commands:
         return argv[0], list(argv[1:])
     parser = top_parser(

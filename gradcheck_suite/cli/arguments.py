@@ -89,7 +89,7 @@ def top_parser(program: str, commands: Mapping[str, str]) -> Parser:
     parser.add_argument(
         "COMMAND",
         nargs="?",
-        type=one_of(commands),
+        type=choice_of(commands),
         help=argparse.SUPPRESS,
     )
     return parser
@@ -112,7 +112,7 @@ natural = reader(NATURAL)
 seed = reader(SEED)
 
 
-def one_of(names: Iterable[str]) -> Callable[[str], str]:
+def choice_of(names: Iterable[str]) -> Callable[[str], str]:
     """Return the `type` of an argument that takes one of some names."""
     return reader(values_of(names))
 
@@ -130,7 +130,7 @@ def add_framework(parser: Parser, names: tuple[str, ...]) -> None:
     """Add `--framework`."""
     parser.add_argument(
         "--framework",
-        type=one_of(names),
+        type=choice_of(names),
         metavar="NAME",
         help=(
             f"{', '.join(names)}: framework of undecorated loops; without LOOP, whose reset modes"

@@ -25,7 +25,7 @@ from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli import exit_status
 from gradcheck_suite.cli.arguments import OutputOptions
 from gradcheck_suite.cli.loading import import_hint, no_file
-from gradcheck_suite.cli.progress import Output, page_of
+from gradcheck_suite.cli.progress import CommandOutput, page_of
 from gradcheck_suite.core.options import LIVE_NAMES, AuditOptions
 from gradcheck_suite.core.records import KINDS, append_record
 from gradcheck_suite.core.results import Result, no_longer_found, result_lines
@@ -168,7 +168,7 @@ def run(arguments: argparse.Namespace) -> int:
     warnings.resetwarnings()
     warnings.filters[:] = _python_filters()  # type: ignore[index]
     name = f"-m {arguments.script}" if arguments.module else arguments.script
-    output = Output(wanted)
+    output = CommandOutput(wanted)
     closing = False
     audited = audit(options, name=name, quiet=wanted.quiet).open()
 
@@ -258,7 +258,9 @@ def _ran(
     return raised, _tell_of(raised)
 
 
-def _finish(arguments: list[str], output: Output, result: Result, status: int, hint: str) -> int:
+def _finish(
+    arguments: list[str], output: CommandOutput, result: Result, status: int, hint: str
+) -> int:
     """Print and write the result; return the exit status, also if a file cannot be written.
 
     Args:

@@ -17,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from gradcheck_suite.cli import PROGRAM, Program, exit_status
+from gradcheck_suite.cli import PROGRAM, CommandLine, exit_status
 from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli.arguments import Parser, parsed, to_argv
 from gradcheck_suite.cli.progress import Progress
@@ -47,7 +47,7 @@ CASES = 200
 
 
 @dataclass(frozen=True)
-class Kind:
+class CampaignKind:
     """A command that can be a campaign.
 
     Attributes:
@@ -56,9 +56,9 @@ class Kind:
         found: returns what these come to.
     """
 
-    program: Program
+    program: CommandLine
     cut: Callable[[argparse.Namespace], list[Shard]]
-    found: Callable[[Campaign, Shards], Found]
+    found: Callable[[Campaign, Shards], CampaignResult]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Campaign:
         shards: in order.
     """
 
-    kind: Kind
+    kind: CampaignKind
     asked: argparse.Namespace
     shards: tuple[Shard, ...]
 
@@ -85,7 +85,10 @@ class Campaign:
 
 
 def cut_up(
-    what: str, rest: Sequence[str], kinds: Mapping[str, Kind], program: Program = PROGRAM
+    what: str,
+    rest: Sequence[str],
+    kinds: Mapping[str, CampaignKind],
+    program: CommandLine = PROGRAM,
 ) -> Campaign:
     """Return a campaign of one command.
 
@@ -120,7 +123,7 @@ def blocks(total: int, size: int) -> list[int]:
 
 def _cut_verify(asked: argparse.Namespace) -> list[Shard]:
     """Cut by loop and by block of cases; the i-th block has the i-th seed."""
-    from gradcheck_suite.cli.verify import modes_of
+    from gradcheck_suite.cli.verify import reset_modes_of
     from gradcheck_suite.loops.jax_modes import JAX_MODES
 
     if asked.stop_on_violation or asked.html is not None:
@@ -137,7 +140,7 @@ def _cut_verify(asked: argparse.Namespace) -> list[Shard]:
         of_jax = asked.framework == "jax" or loop in JAX_MODES
         return int(asked.examples or BY_FRAMEWORK["jax" if of_jax else "torch"][0])
 
-    loops = asked.loops or modes_of(asked.framework, asked.ranks)
+    loops = asked.loops or reset_modes_of(asked.framework, asked.ranks)
     shards: list[Shard] = []
     for loop in loops:
         shards += shards_of(loop, examples(loop), asked.seed, options)
@@ -179,7 +182,7 @@ def _cut_trainers(asked: argparse.Namespace) -> list[Shard]:
 
 
 @dataclass(frozen=True)
-class Found:
+class CampaignResult:
     """What the shards of a campaign come to together.
 
     Attributes:
@@ -195,7 +198,7 @@ class Found:
     lines: list[str]
     status: int
     copied: tuple[str, ...] = ()
-    record: tuple[records.Kind, Json] | None = None
+    record: tuple[records.RecordKind, Json] | None = None
 
 
 def failed(campaign: Campaign, shards: Shards) -> tuple[int, str] | None:
@@ -304,7 +307,7 @@ def line(result: Json) -> str:
     return f"{result['loop']}  {verdict}  {result['cases']:,} cases{more}"
 
 
-def status_of(results: Sequence[Json], *, violated: bool = False) -> int:
+def campaign_status(results: Sequence[Json], *, violated: bool = False) -> int:
     """Return the exit status of a campaign.
 
     Args:
@@ -317,17 +320,17 @@ def status_of(results: Sequence[Json], *, violated: bool = False) -> int:
     )
 
 
-def _found_by_verify(campaign: Campaign, shards: Shards) -> Found:
+def _found_by_verify(campaign: Campaign, shards: Shards) -> CampaignResult:
     results = results_of(campaign, shards)
-    return Found(
+    return CampaignResult(
         {"results": results},
         list(map(line, results)),
-        status_of(results),
+        campaign_status(results),
         ("verify",),
     )
 
 
-def _found_by_trainers(campaign: Campaign, shards: Shards) -> Found:
+def _found_by_trainers(campaign: Campaign, shards: Shards) -> CampaignResult:
     numbers = range(len(campaign.shards))
     answers: list[Json] = []
     lines: list[str] = []
@@ -335,14 +338,14 @@ def _found_by_trainers(campaign: Campaign, shards: Shards) -> Found:
         answers += shards.result(number)["answers"]
         lines += shards.output(number)
     order = (exit_status.HOLDS, exit_status.DISAGREEMENT, exit_status.VIOLATED)
-    return Found(
+    return CampaignResult(
         {"answers": answers}, lines, max(map(shards.status, numbers), key=order.index), ("trainer",)
     )
 
 
 KINDS = {
-    "verify": Kind(PROGRAM, _cut_verify, _found_by_verify),
-    "trainers": Kind(PROGRAM, _cut_trainers, _found_by_trainers),
+    "verify": CampaignKind(PROGRAM, _cut_verify, _found_by_verify),
+    "trainers": CampaignKind(PROGRAM, _cut_trainers, _found_by_trainers),
 }
 
 
@@ -357,7 +360,7 @@ def add_arguments(parser: Parser, kinds: Iterable[str] = tuple(KINDS)) -> None:
     )
     parser.add_argument(
         "--engine",
-        type=parsers.one_of(("processes", "ray")),
+        type=parsers.choice_of(("processes", "ray")),
         default="processes",
         metavar="ENGINE",
         help="processes of this machine, or ray (default %(default)s)",
@@ -379,7 +382,7 @@ def add_arguments(parser: Parser, kinds: Iterable[str] = tuple(KINDS)) -> None:
     where = f"the records go to DIR/records, and until then the shards to DIR/{FOLDER}"
     parsers.add_reports(parser, where, Path("reports"))
     parser.add_argument(
-        "what", type=parsers.one_of(kinds), metavar="COMMAND", help=f"one of {', '.join(kinds)}"
+        "what", type=parsers.choice_of(kinds), metavar="COMMAND", help=f"one of {', '.join(kinds)}"
     )
     parser.add_argument(
         "rest", nargs=argparse.REMAINDER, metavar="...", help="the command's own arguments"
@@ -391,7 +394,9 @@ def run(arguments: argparse.Namespace) -> int:
     return run_campaign(arguments, KINDS, PROGRAM)
 
 
-def run_campaign(arguments: argparse.Namespace, kinds: Mapping[str, Kind], program: Program) -> int:
+def run_campaign(
+    arguments: argparse.Namespace, kinds: Mapping[str, CampaignKind], program: CommandLine
+) -> int:
     """Run a campaign of one of some kinds, as the command of a program."""
     environment.expect_main_job()
     if arguments.address is not None and arguments.engine != "ray":

@@ -30,7 +30,7 @@ JUDGED = {
 """What the exit statuses of a command that judges loops mean, beside those of every command."""
 
 
-def meanings(own: Mapping[int, str]) -> dict[int, str]:
+def status_meanings(own: Mapping[int, str]) -> dict[int, str]:
     """Return what the exit statuses of a command mean, in order.
 
     Args:

@@ -12,7 +12,7 @@ from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli import exit_status
 from gradcheck_suite.cli.arguments import OutputOptions
 from gradcheck_suite.cli.loading import expect_found, resolve_function
-from gradcheck_suite.cli.progress import Output, page_of
+from gradcheck_suite.cli.progress import CommandOutput, page_of
 from gradcheck_suite.cli.waiting import IMPORTS, waiting
 from gradcheck_suite.core.options import PortOptions, options_of
 from gradcheck_suite.core.results import no_longer_found
@@ -50,20 +50,20 @@ def run(arguments: argparse.Namespace) -> int:
     given = {name: getattr(arguments, name) for name in OUTPUTS}
     wanted = OutputOptions(**parsers.configured(OutputOptions)).replace(**given)
     wanted.expect_writable()
-    with Output(wanted) as output:
+    with CommandOutput(wanted) as output:
         return _judge(arguments, options, output)
 
 
-def _judge(arguments: argparse.Namespace, options: PortOptions, output: Output) -> int:
+def _judge(arguments: argparse.Namespace, options: PortOptions, output: CommandOutput) -> int:
     gc.set_threshold(YOUNG)
     with waiting(IMPORTS):
         environment.prepare()
         expect_present("port")
     from gradcheck_suite.port.compare import judge_function
-    from gradcheck_suite.port.pair import in_double
+    from gradcheck_suite.port.pair import float64_allowed
 
     gc.freeze()  # the frameworks stay until the end
-    with in_double():
+    with float64_allowed():
         make = resolve_function(arguments.pair, "a pair")
     baseline = output.options.baseline
     result = judge_function(make, arguments.pair, options, baseline)

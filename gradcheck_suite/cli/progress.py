@@ -91,7 +91,7 @@ class Progress(AbstractContextManager["Progress"]):
         self._bar = None
 
 
-class Output(AbstractContextManager["Output"]):
+class CommandOutput(AbstractContextManager["CommandOutput"]):
     """What a command hands over beside its lines: the files that its options name, and a document
     where one is wanted.
 

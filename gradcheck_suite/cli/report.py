@@ -15,7 +15,7 @@ from gradcheck_suite.core.records import FOLDER, expect_writable_folder, write_j
 from gradcheck_suite.errors import UsageError
 
 if TYPE_CHECKING:
-    from gradcheck_suite.page.report import Contents
+    from gradcheck_suite.page.report import ReportContents
 
 PICTURES = "pictures"
 
@@ -39,13 +39,13 @@ def run(arguments: argparse.Namespace) -> int:
     return run_report(arguments, _own)
 
 
-def _own() -> Contents:
+def _own() -> ReportContents:
     from gradcheck_suite.page.report import OWN
 
     return OWN
 
 
-def run_report(arguments: argparse.Namespace, contents_of: Callable[[], Contents]) -> int:
+def run_report(arguments: argparse.Namespace, contents_of: Callable[[], ReportContents]) -> int:
     """Write the report that is made of these contents, or compare records.
 
     Args:
@@ -59,7 +59,7 @@ def run_report(arguments: argparse.Namespace, contents_of: Callable[[], Contents
         render.expect_installed("the report")
     contents = contents_of()
     from gradcheck_suite.page import report
-    from gradcheck_suite.page.content import to_json
+    from gradcheck_suite.page.content import report_json
 
     if arguments.compare is not None:
         old, new = arguments.compare
@@ -79,7 +79,7 @@ def run_report(arguments: argparse.Namespace, contents_of: Callable[[], Contents
         reports / "report.md",
         render.report_markdown(built, lambda figure: f"{PICTURES}/{figure.key}.svg"),
     )
-    write_json(reports / "report.json", to_json(built))
+    write_json(reports / "report.json", report_json(built))
     for path in (reports / PICTURES).glob("*.svg"):
         if path.stem not in drawn:
             path.unlink()

@@ -25,7 +25,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from gradcheck_suite.cli import Program, exit_status, run
+from gradcheck_suite.cli import CommandLine, exit_status, run
 from gradcheck_suite.core.records import records_path, write_text
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.run.environment import PROCESSES_VARIABLE
@@ -50,7 +50,7 @@ class Shard:
         writes_json: whether the command takes `--json`.
     """
 
-    program: Program
+    program: CommandLine
     words: tuple[str, ...]
     writes_json: bool = True
 

@@ -19,8 +19,8 @@ from gradcheck_suite.cli import exit_status
 from gradcheck_suite.cli.arguments import OutputOptions, add_options, parsed
 from gradcheck_suite.cli.exit_status import noted_interrupts
 from gradcheck_suite.cli.loading import expect_found, libraries_of, note_untested_trainers
-from gradcheck_suite.cli.progress import Output, Progress
-from gradcheck_suite.cli.waiting import IMPORTS, Stopwatch, waiting
+from gradcheck_suite.cli.progress import CommandOutput, Progress
+from gradcheck_suite.cli.waiting import IMPORTS, LapTimer, waiting
 from gradcheck_suite.core.contract import (
     DEFAULT_TIME_LIMIT,
     Loop,
@@ -385,7 +385,7 @@ def add_arguments(parser: parsers.Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Verify the loops that the arguments name; print and store the results."""
-    stopwatch = Stopwatch()
+    stopwatch = LapTimer()
     environment.expect_main_job()
     if arguments.list:
         return _list(arguments.ranks)
@@ -398,7 +398,7 @@ def run(arguments: argparse.Namespace) -> int:
         expect_found(arguments.problem)
     options = parsed(arguments, VerifyOptions)
     with (
-        Output(wanted) as output,
+        CommandOutput(wanted) as output,
         template_ahead(wanted=options.ranks > 1),
         second_process(wanted=_is_worth_a_process(arguments, options)),
     ):
@@ -446,9 +446,9 @@ def _is_worth_a_process(arguments: argparse.Namespace, options: VerifyOptions) -
 def _verify(
     arguments: argparse.Namespace,
     options: VerifyOptions,
-    output: Output,
+    output: CommandOutput,
     not_stored: str,
-    stopwatch: Stopwatch,
+    stopwatch: LapTimer,
 ) -> int:
     with waiting("loading the loops"):
         subjects = _subjects(arguments, options)
@@ -509,9 +509,9 @@ class _Run:
     `not_stored` says why nothing is stored; empty where it is.
     """
 
-    output: Output
+    output: CommandOutput
     lines: list[str]
-    stopwatch: Stopwatch
+    stopwatch: LapTimer
     stop_on_violation: bool = False
     not_stored: str = ""
     results: list[Result] = field(default_factory=list)
@@ -657,7 +657,7 @@ def _list(ranks: int) -> int:
     return exit_status.HOLDS
 
 
-def modes_of(framework: str | None, ranks: int) -> dict[str, Loop]:
+def reset_modes_of(framework: str | None, ranks: int) -> dict[str, Loop]:
     """Return the reset modes of a framework, `"torch"`, `"jax"` or `"all"`, or those for several
     ranks.
     """
@@ -687,9 +687,9 @@ def _subjects(arguments: argparse.Namespace, options: VerifyOptions) -> list[Sub
     ):
         raise UsageError(f"{over_ranks} trains on several ranks: give --ranks 2, 3 or 4")
     problem = None if arguments.problem is None else resolve_problem(arguments.problem)
-    loops = {text: resolve_loop(text, arguments.framework) for text in arguments.loops} or modes_of(
-        arguments.framework, options.ranks
-    )
+    loops = {
+        text: resolve_loop(text, arguments.framework) for text in arguments.loops
+    } or reset_modes_of(arguments.framework, options.ranks)
     note_untested_trainers(loops)
     for name, loop in loops.items():
         try:

@@ -36,7 +36,7 @@ def waiting(what: str) -> Iterator[Callable[[str], None]]:
 
 
 @dataclass
-class Stopwatch:
+class LapTimer:
     """Tells the seconds that the user has waited for one result after another."""
 
     _since: float = field(default_factory=time.perf_counter)

@@ -664,7 +664,7 @@ def is_probe(case: Case) -> bool:
 
 def slopes_text(slopes: Iterable[float]) -> str:
     """Return slopes as text, such as `1 2**10 inf`; each is a power of two, infinite or NaN."""
-    return " ".join(_written(slope) for slope in slopes)
+    return " ".join(_word_of_slope(slope) for slope in slopes)
 
 
 def read_slopes(text: str, items: int) -> list[float]:
@@ -672,7 +672,7 @@ def read_slopes(text: str, items: int) -> list[float]:
 
     The text's slopes are repeated, and without a text all are 1.
     """
-    slopes = [_read(word) for word in text.split()] or [1.0]
+    slopes = [_slope_of_word(word) for word in text.split()] or [1.0]
     return [slopes[i % len(slopes)] for i in range(items)]
 
 
@@ -688,7 +688,7 @@ def unit_of(case: Case) -> float:
     return float(case.spec.loss.o.get("unit", 1.0))
 
 
-def _written(slope: float) -> str:
+def _word_of_slope(slope: float) -> str:
     if not math.isfinite(slope) or slope == 1:
         return f"{slope:g}"
     mantissa, exponent = math.frexp(slope)
@@ -696,6 +696,6 @@ def _written(slope: float) -> str:
     return f"2**{exponent - 1}"
 
 
-def _read(word: str) -> float:
+def _slope_of_word(word: str) -> float:
     base, power, exponent = word.partition("**")
     return float(base) ** int(exponent) if power else float(base)

@@ -377,25 +377,25 @@ UNKNOWN = "unknown"
 """The name of a cause that was not found."""
 
 
-def parts_of(name: str) -> list[str]:
+def causes_of(name: str) -> list[str]:
     """Return the causes of a name of the form `a and b`."""
     return name.split(" and ")
 
 
 def is_cause(name: str) -> bool:
     """Return whether a name is that of a cause, or of several."""
-    return all(part in CAUSES for part in parts_of(name))
+    return all(part in CAUSES for part in causes_of(name))
 
 
 def meaning(name: str) -> str:
     """Return what a name stands for, or nothing where it says so itself."""
-    return " and ".join(row.meaning for row in _known(name))
+    return " and ".join(row.meaning for row in _known_causes(name))
 
 
 def remedy(name: str) -> str:
     """Return what to do about a cause, or nothing."""
-    return "; ".join(row.remedy for row in _known(name))
+    return "; ".join(row.remedy for row in _known_causes(name))
 
 
-def _known(name: str) -> list[Cause]:
-    return [CAUSES[part] for part in parts_of(name) if part in CAUSES and part != UNKNOWN]
+def _known_causes(name: str) -> list[Cause]:
+    return [CAUSES[part] for part in causes_of(name) if part in CAUSES and part != UNKNOWN]

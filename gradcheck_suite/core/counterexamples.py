@@ -183,7 +183,7 @@ def _stored(data: Any) -> StoredCase:
             f"schema must be {SCHEMA}, got {data.get('schema')!r}: the file comes from another"
             " version"
         )
-    return _named(data["case"], data)
+    return _stored_case(data["case"], data)
 
 
 def _only_violation(data: Mapping[str, Any]) -> StoredCase:
@@ -202,10 +202,10 @@ def _only_violation(data: Mapping[str, Any]) -> StoredCase:
             f"pass one of the files under {FOLDER}/ of the reports folder"
         )
     (found,) = violated
-    return _named(found["violation"].get("case"), found)
+    return _stored_case(found["violation"].get("case"), found)
 
 
-def _named(case: Any, about: Mapping[str, Any]) -> StoredCase:
+def _stored_case(case: Any, about: Mapping[str, Any]) -> StoredCase:
     """Return a case with the loop that it violated and what that assumes."""
     read = case_from_json(case)
     name = about.get("loop")

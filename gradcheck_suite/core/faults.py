@@ -60,7 +60,7 @@ class Fault:
     command: str = ""
 
 
-def _gradient(
+def _gradient_fault(
     name: str,
     evidence: EvidenceKind,
     meaning: str,
@@ -80,7 +80,9 @@ def _gradient(
     )
 
 
-def _steps(name: str, meaning: str, remedy: str, *, jax: str | None = None, **more: Any) -> Fault:
+def _steps_fault(
+    name: str, meaning: str, remedy: str, *, jax: str | None = None, **more: Any
+) -> Fault:
     return Fault(
         name,
         "step-count",
@@ -91,7 +93,7 @@ def _steps(name: str, meaning: str, remedy: str, *, jax: str | None = None, **mo
     )
 
 
-def _parameters(name: str, meaning: str, remedy: str, **more: Any) -> Fault:
+def _parameters_fault(name: str, meaning: str, remedy: str, **more: Any) -> Fault:
     own = {"jax": None, "command": "verify", **more}
     jax = own.pop("jax")
     return Fault(
@@ -105,7 +107,7 @@ def _parameters(name: str, meaning: str, remedy: str, **more: Any) -> Fault:
 
 
 _ROWS = (
-    _gradient(
+    _gradient_fault(
         "mean-of-means",
         "weights",
         "every mean (of a micro-batch, a rank or a group of them) has the same weight, whatever its"
@@ -114,7 +116,7 @@ _ROWS = (
         ranks=", added up over all ranks or devices",
         causes={"sum": Remedy("do not divide a summed loss by the micro-batch's count")},
     ),
-    _gradient(
+    _gradient_fault(
         "wrong-count",
         "weights",
         "means are weighted by something other than their counts, such as items or rounded counts",
@@ -122,7 +124,7 @@ _ROWS = (
         " over it",
         causes={"running": Remedy("begin to count anew after each step")},
     ),
-    _gradient(
+    _gradient_fault(
         "wrong-scale",
         "weights",
         "every item of the window, or of one rank, has the same wrong weight",
@@ -208,7 +210,7 @@ _ROWS = (
             ),
         },
     ),
-    _gradient(
+    _gradient_fault(
         "weighted-by-place",
         "weights",
         "an item's weight depends on the place of its micro-batch in the window",
@@ -221,21 +223,21 @@ _ROWS = (
             )
         },
     ),
-    _gradient(
+    _gradient_fault(
         "weighted-by-loss",
         "sizes",
         "an item's weight depends on the value of its micro-batch's loss",
         "look for a power, a logarithm, a focal weight or a scale that is computed from the loss",
         command="verify",
     ),
-    _gradient(
+    _gradient_fault(
         "rescaled-accumulator",
         "weights",
         "each micro-batch weighs a constant factor times the one before it",
         "scale each contribution by the same number, and not the accumulated gradient; keep a loss"
         " scale for the whole window; add up over ranks once per window, after its last micro-batch",
     ),
-    _gradient(
+    _gradient_fault(
         "repeated-micro-batch",
         "weights",
         "some micro-batches are in the gradient more than once",
@@ -255,7 +257,7 @@ _ROWS = (
             ),
         },
     ),
-    _gradient(
+    _gradient_fault(
         "dropped-micro-batch",
         "weights",
         "some micro-batches of the window are missing from the gradient",
@@ -265,14 +267,14 @@ _ROWS = (
             "duplicates": Remedy("look for a set, a cache, or a comparison of batches or losses")
         },
     ),
-    _gradient(
+    _gradient_fault(
         "reset-inside-window",
         "weights",
         "a reset inside the window leaves only the micro-batches after it in the gradient",
         "reset once per window, not once per micro-batch; add to the gradient instead of"
         " setting it",
     ),
-    _gradient(
+    _gradient_fault(
         "first-only",
         "weights",
         "the gradient contains only the window's first micro-batch",
@@ -282,7 +284,7 @@ _ROWS = (
             " `stop_gradient`"
         ),
     ),
-    _gradient(
+    _gradient_fault(
         "no-gradient",
         "weights",
         "the gradient contains nothing of the window, or is None for a parameter that its items"
@@ -300,7 +302,7 @@ _ROWS = (
         },
         general=True,
     ),
-    _gradient(
+    _gradient_fault(
         "not-reduced",
         "weights",
         "the gradient lacks micro-batches of some ranks",
@@ -320,7 +322,7 @@ _ROWS = (
             " update"
         ),
     ),
-    _gradient(
+    _gradient_fault(
         "stale-window",
         "weights",
         "the gradient contains its own window and something of earlier ones",
@@ -346,7 +348,7 @@ _ROWS = (
             ),
         },
     ),
-    _gradient(
+    _gradient_fault(
         "other-window",
         "weights",
         "the gradient contains micro-batches of another window in place of its own, or of a"
@@ -360,7 +362,7 @@ _ROWS = (
             " before it"
         ),
     ),
-    _gradient(
+    _gradient_fault(
         "wrong-windows",
         "weights",
         "windows begin and end at other micro-batches than they should",
@@ -368,7 +370,7 @@ _ROWS = (
         " 0`, and begin anew in every epoch; look at the counter that decides when to step; a loop"
         " without a short window assumes `whole-windows`",
     ),
-    _gradient(
+    _gradient_fault(
         "unequal-items",
         "weights",
         "items of the same micro-batch have different weights",
@@ -376,14 +378,14 @@ _ROWS = (
         general=True,
         causes={"parts": Remedy("divide each part's summed loss by the window's count")},
     ),
-    _gradient(
+    _gradient_fault(
         "unrecognised-weights",
         "weights",
         "micro-batches have wrong weights that fit no known fault",
         "look for what gives each micro-batch its printed weight",
         general=True,
     ),
-    _gradient(
+    _gradient_fault(
         "low-precision",
         "elements",
         "counts, weights or gradients are rounded to a narrower dtype than the parameter's",
@@ -391,7 +393,7 @@ _ROWS = (
         ' is meant, declare it: `--autocast DTYPE` or `@training_loop(autocast="bfloat16")`; do not'
         " quantise gradients",
     ),
-    _gradient(
+    _gradient_fault(
         "changed-batch",
         "inputs",
         "a loss is computed from other items or values than the loader yields",
@@ -404,20 +406,20 @@ _ROWS = (
             )
         },
     ),
-    _gradient(
+    _gradient_fault(
         "wrong-mode",
         "inputs",
         "losses are computed in eval mode, all of them or some",
         "call `model.train()` after an evaluation",
     ),
-    _gradient(
+    _gradient_fault(
         "other-parameters",
         "inputs",
         "losses are computed at other parameters than those that the step changes",
         "look for a copy or an average of the model, and for perturbed or rounded parameters",
         command="verify",
     ),
-    _gradient(
+    _gradient_fault(
         "stale-parameters",
         "inputs",
         "losses are computed at parameters of an earlier step, or parameters change inside the"
@@ -436,14 +438,14 @@ _ROWS = (
             "written": Remedy("write to parameters when the backward has ended"),
         },
     ),
-    _gradient(
+    _gradient_fault(
         "misplaced-gradient",
         "elements",
         "a gradient has the right elements at the wrong places, or those of another parameter",
         "match parameters by name; look for an index, a gather or a reshape; go through the"
         " parameters in the same order on every rank",
     ),
-    _gradient(
+    _gradient_fault(
         "partial-gradient",
         "elements",
         "some elements of a parameter's gradient are right and others wrong",
@@ -452,35 +454,35 @@ _ROWS = (
         general=True,
         command="verify",
     ),
-    _gradient(
+    _gradient_fault(
         "not-summed",
         "elements",
         "gradients of micro-batches or ranks are combined by something other than their sum",
         "add up their gradients; over ranks with `ReduceOp.SUM`",
         command="verify",
     ),
-    _gradient(
+    _gradient_fault(
         "projected-gradient",
         "elements",
         "the gradient is centred, projected, or replaced by a mean",
         "do so inside the optimizer, if at all",
         command="verify",
     ),
-    _gradient(
+    _gradient_fault(
         "clipped",
         "sizes",
         "large gradients are too small, and small ones are right",
         "clip once, after the window's last micro-batch; switch it off for the verification",
         causes={"in-audit": Remedy("clip once, after the window's last micro-batch")},
     ),
-    _gradient(
+    _gradient_fault(
         "normalised",
         "sizes",
         "the gradient does not change with the size of the loss",
         "do not divide the gradient by its size or reduce it to signs",
         command="verify",
     ),
-    _gradient(
+    _gradient_fault(
         "added-term",
         "sizes",
         "something that does not scale with the loss is added to the gradient: decay, a penalty,"
@@ -489,7 +491,7 @@ _ROWS = (
         " the verification",
         command="verify",
     ),
-    _gradient(
+    _gradient_fault(
         "skipped-by-size",
         "sizes",
         "micro-batches, windows or elements are left out by the size of their loss or gradient",
@@ -501,14 +503,14 @@ _ROWS = (
         ),
         command="verify",
     ),
-    _gradient(
+    _gradient_fault(
         "overflow",
         "sizes",
         "a large gradient becomes infinite or NaN",
         "look for a square, a product or a coarser dtype",
         command="verify",
     ),
-    _gradient(
+    _gradient_fault(
         "skipped-non-finite",
         "sizes",
         "micro-batches or windows with infinite or NaN gradients are left out, or such elements"
@@ -529,7 +531,7 @@ _ROWS = (
         },
         command="verify",
     ),
-    _gradient(
+    _gradient_fault(
         "poisoned-by-earlier-window",
         "sizes",
         "the gradient contains a NaN or an infinity of an earlier window",
@@ -537,7 +539,7 @@ _ROWS = (
         jax="start at new zeros, never by multiplying: 0 * NaN is NaN",
         command="verify",
     ),
-    _gradient(
+    _gradient_fault(
         "stolen-buffer",
         "elements",
         "a gradient shares memory with a buffer that backward writes again, or with another"
@@ -545,7 +547,7 @@ _ROWS = (
         "return a new tensor (`buffer.clone()`) from that backward, or allocate `.grad` as zeros"
         " before the first backward and reset with `zero_`",
     ),
-    _gradient(
+    _gradient_fault(
         "wrong-backward",
         "elements",
         "the backward of a `torch.autograd.Function`, or of a checkpoint, is not the derivative of"
@@ -558,7 +560,7 @@ _ROWS = (
         ),
         command="audit",
     ),
-    _gradient(
+    _gradient_fault(
         "not-repeatable",
         "outcome",
         "the loop gives another gradient when it runs again on the same case",
@@ -570,7 +572,7 @@ _ROWS = (
         ),
         command="verify",
     ),
-    _gradient(
+    _gradient_fault(
         "plain-accumulation",
         "elements",
         "gradients of micro-batches are added up, but the objective is a function of the whole"
@@ -578,7 +580,7 @@ _ROWS = (
         "compute it for the window's items together, or cache what they share (GradCache)",
         command="verify",
     ),
-    _gradient(
+    _gradient_fault(
         "not-linear",
         "elements",
         "the gradient is not a weighted sum of those of the micro-batches, and no other fault fits",
@@ -593,7 +595,7 @@ _ROWS = (
             ),
         },
     ),
-    _steps(
+    _steps_fault(
         "step-per-micro-batch",
         "the optimizer, its scheduler or its `GradScaler` steps once per micro-batch",
         "step once per window; a schedule that is meant to count micro-batches assumes"
@@ -602,19 +604,19 @@ _ROWS = (
             "scaler": Remedy("unscale, step and update once per window, after its last backward")
         },
     ),
-    _steps(
+    _steps_fault(
         "tail-dropped",
         "the short last window has no step, so its items never train the model",
         "step after the last micro-batch of an epoch too, or assume `whole-windows`",
         causes={"in-audit": Remedy("step after the last micro-batch of an epoch too")},
     ),
-    _steps(
+    _steps_fault(
         "tail-leak",
         "the short last window has no step, and its gradient leaks into the next epoch's first"
         " window",
         "step after the last micro-batch of an epoch too, and reset after it",
     ),
-    _steps(
+    _steps_fault(
         "dropped-window",
         "some windows have no step",
         "look for a warm-up, or a range that ends early",
@@ -629,14 +631,14 @@ _ROWS = (
         },
         command="verify",
     ),
-    _steps(
+    _steps_fault(
         "never-stepped",
         "`run.optimizer` was never stepped",
         "step `run.optimizer`, or wrap it, and no copy or other optimizer",
         jax="update by `run.optimizer`, or wrap it, and use the result",
         command="verify",
     ),
-    _steps(
+    _steps_fault(
         "repeated-step",
         "a window is stepped several times, or a step comes right after a reset",
         "step once, where a window has been accumulated; look for a library that steps as well",
@@ -650,7 +652,7 @@ _ROWS = (
             ),
         },
     ),
-    _steps(
+    _steps_fault(
         "wrong-step-count",
         "there are too many or too few steps, for no known reason",
         "compare with the windows: K micro-batches each, in `run.epochs` passes; look for a loop"
@@ -658,7 +660,7 @@ _ROWS = (
         general=True,
         command="verify",
     ),
-    _parameters(
+    _parameters_fault(
         "parameter-drift",
         "something other than `optimizer.step()` changes a parameter",
         "look for other code that writes to parameters: an average, a manual decay, a hook, a"
@@ -668,7 +670,7 @@ _ROWS = (
             " optimizer. A loop that edits parameters on purpose assumes `edits-parameters`"
         ),
     ),
-    _parameters(
+    _parameters_fault(
         "parameter-not-updated",
         "the step leaves a parameter as it was, or the optimizer does not have the parameter",
         "keep every trainable parameter in `run.optimizer`",
@@ -680,19 +682,19 @@ _ROWS = (
             )
         },
     ),
-    _parameters(
+    _parameters_fault(
         "optimizer-state-changed",
         "an entry of the optimizer's state has changed between two steps, or is missing",
         "look for code that writes to `run.optimizer.state` or clears it; restore it where you"
         " restore the model",
     ),
-    _parameters(
+    _parameters_fault(
         "changed-settings",
         "a setting of the optimizer has changed between two steps, without a scheduler",
         "change settings by a scheduler, or assume `edits-settings` where the loop does so on"
         " purpose",
     ),
-    _parameters(
+    _parameters_fault(
         "wrong-update",
         "the step changes a parameter differently than the optimizer does for the same gradients",
         "look for a hook or a patch inside the step, and for state that the loop puts in",
@@ -701,12 +703,12 @@ _ROWS = (
             " loop puts in"
         ),
     ),
-    _parameters(
+    _parameters_fault(
         "changed-model",
         "the loop adds, removes, replaces, freezes, casts or moves a parameter",
         "train the model unchanged",
     ),
-    _parameters(
+    _parameters_fault(
         "changed-torch",
         "the loop changes torch for the whole process: a function, a method, a kernel or a global"
         " hook",
@@ -824,7 +826,7 @@ def remedy_of(
     return ". ".join(["; or ".join(found), *of_library])
 
 
-def over_ranks(explanation: str, diagnosis: str) -> str:
+def remedy_over_ranks(explanation: str, diagnosis: str) -> str:
     """Return an explanation with what its remedy says where there are several ranks or devices."""
     for name in diagnosis.split(" or "):
         if name in FAULTS and (remedy := FAULTS[name].remedy).ranks:
@@ -836,7 +838,7 @@ FIX = ". Fix: "
 """Stands in an explanation between what the loop did and what to do."""
 
 
-def noted(explanation: str, note: str) -> str:
+def with_note(explanation: str, note: str) -> str:
     """Return an explanation with a note at the end of what the loop did, before what to do."""
     sentence, fix, remedy = explanation.partition(FIX)
     return f"{sentence} ({note}){fix}{remedy}"

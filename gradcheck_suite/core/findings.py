@@ -18,7 +18,7 @@ Severity = Literal["warning", "note"]
 
 
 @dataclass(frozen=True)
-class Row:
+class FindingKind:
     """What a finding or a reason of one name is.
 
     Attributes:
@@ -37,8 +37,10 @@ class Row:
     severity: Severity = "warning"
 
 
-def _finding(name: str, meaning: str, remedy: str = "", severity: Severity = "warning") -> Row:
-    return Row(
+def _finding(
+    name: str, meaning: str, remedy: str = "", severity: Severity = "warning"
+) -> FindingKind:
+    return FindingKind(
         name,
         "finding",
         meaning,
@@ -47,8 +49,8 @@ def _finding(name: str, meaning: str, remedy: str = "", severity: Severity = "wa
     )
 
 
-def _note(name: str, meaning: str, remedy: str = "") -> Row:
-    return Row(
+def _note(name: str, meaning: str, remedy: str = "") -> FindingKind:
+    return FindingKind(
         name,
         "finding",
         meaning,
@@ -57,8 +59,10 @@ def _note(name: str, meaning: str, remedy: str = "") -> Row:
     )
 
 
-def _reason(name: str, meaning: str, remedy: str = "", severity: Severity = "warning") -> Row:
-    return Row(
+def _reason(
+    name: str, meaning: str, remedy: str = "", severity: Severity = "warning"
+) -> FindingKind:
+    return FindingKind(
         name,
         "reason",
         meaning,
@@ -332,7 +336,7 @@ FINDINGS = {row.name: row for row in _ROWS}
 
 
 @dataclass(frozen=True)
-class Found:
+class Occurrence:
     """A finding or a reason, as a run showed it.
 
     Attributes:
@@ -373,7 +377,9 @@ class Found:
         return f"{said} ({self.steps} times)" if self.steps > 1 else said
 
 
-def finding(name: str, sentence: str, where: object = None, remedy: str | None = None) -> Found:
+def finding(
+    name: str, sentence: str, where: object = None, remedy: str | None = None
+) -> Occurrence:
     """Return a finding or a reason.
 
     Args:
@@ -385,7 +391,7 @@ def finding(name: str, sentence: str, where: object = None, remedy: str | None =
     row = FINDINGS.get(name) or _of_fault(name)
     place = None if where is None else str(where)
     remedy = row.remedy if remedy is None else remedy
-    return Found(
+    return Occurrence(
         name,
         sentence,
         place,
@@ -395,10 +401,10 @@ def finding(name: str, sentence: str, where: object = None, remedy: str | None =
     )
 
 
-def _of_fault(name: str) -> Row:
+def _of_fault(name: str) -> FindingKind:
     """Return the row of a finding that `verify` knows as a fault."""
     assert name in FAULTS, f"{name} has no row in core/findings.py"
-    return Row(
+    return FindingKind(
         name,
         "finding",
         FAULTS[name].meaning,

@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from gradcheck_suite.core.causes import meaning, remedy
 from gradcheck_suite.core.faults import FAULTS
-from gradcheck_suite.core.findings import FINDINGS, Row
+from gradcheck_suite.core.findings import FINDINGS, FindingKind
 
 FORMATS = {"text": "", "json": "as --json", "github": "annotations", "sarif": "2.1.0"}
 """Format -> what it is, for the help of the commands. `rendered` prints them."""
@@ -142,14 +142,14 @@ def sarif(notices: Sequence[Notice], folder: Path, version: str) -> dict[str, An
     driver = {
         "name": "gradcheck-suite",
         "version": version,
-        "rules": [_rule(name) for name in rules],
+        "rules": [_sarif_rule(name) for name in rules],
     }
-    results = [_result(notice, rules.index(notice.rule), folder) for notice in notices]
+    results = [_sarif_result(notice, rules.index(notice.rule), folder) for notice in notices]
     run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": results}
     return {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
 
 
-def _rule(name: str) -> dict[str, Any]:
+def _sarif_rule(name: str) -> dict[str, Any]:
     if name in FINDINGS:
         return _rule_of_finding(FINDINGS[name])
     if name not in FAULTS:
@@ -176,7 +176,7 @@ def _rule_of_cause(name: str) -> dict[str, Any]:
     return rule
 
 
-def _rule_of_finding(row: Row) -> dict[str, Any]:
+def _rule_of_finding(row: FindingKind) -> dict[str, Any]:
     rule: dict[str, Any] = {
         "id": row.name,
         "shortDescription": {"text": row.meaning},
@@ -186,7 +186,7 @@ def _rule_of_finding(row: Row) -> dict[str, Any]:
     return {**rule, "help": {"text": row.remedy}} if row.remedy else rule
 
 
-def _result(notice: Notice, index: int, folder: Path) -> dict[str, Any]:
+def _sarif_result(notice: Notice, index: int, folder: Path) -> dict[str, Any]:
     result: dict[str, Any] = {
         "ruleId": notice.rule,
         "ruleIndex": index,

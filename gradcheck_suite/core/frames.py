@@ -32,7 +32,7 @@ class Owner(Enum):
     SUITE = auto()
 
 
-def _folder(package: str) -> str:
+def _package_folder(package: str) -> str:
     """Return the folder of an installed package, without importing it, or what begins no name."""
     found = importlib.util.find_spec(package)
     # the folder of no file would be "/", which begins every name
@@ -43,8 +43,8 @@ def _folders(*names: str) -> tuple[str, ...]:
     return tuple({sysconfig.get_path(name) + os.sep for name in names})
 
 
-_SUITE = _folder("gradcheck_suite")
-_TORCH = _folder("torch")
+_SUITE = _package_folder("gradcheck_suite")
+_TORCH = _package_folder("torch")
 _PACKAGES = _folders("purelib", "platlib")
 _PYTHON = _folders("stdlib", "platstdlib")
 # by the folder's name alone: importing JAX to ask where it is takes seconds

@@ -32,7 +32,7 @@ from gradcheck_suite.core.contract import (
     is_jax,
 )
 from gradcheck_suite.core.faults import FAULTS, names_of
-from gradcheck_suite.core.findings import FINDINGS, Found
+from gradcheck_suite.core.findings import FINDINGS, Occurrence
 from gradcheck_suite.core.formats import Accepted, is_accepted
 from gradcheck_suite.core.text import suggestion
 from gradcheck_suite.errors import UsageError
@@ -482,7 +482,7 @@ EVERY = 10
 """Of an audit: its share of the run's time, no limit of it, and windows from one to the next that is computed again."""
 
 
-def _share_of(budget: Any) -> float | None:
+def _budget_share(budget: Any) -> float | None:
     """Return the share that a text such as `3%` stands for, infinity for no budget, None for a text
     that is neither.
     """
@@ -523,7 +523,7 @@ class AuditOptions(Options):
         None,
         OptionValues(
             f"a share of the run's time, such as {DEFAULT_BUDGET}, or {NO_BUDGET}",
-            lambda value: bool(_share_of(value)),
+            lambda value: bool(_budget_share(value)),
         ),
         "share of the run's time that the audit may take: after the first windows it judges pairs"
         f" of them, and counts the others; {NO_BUDGET} judges every window",
@@ -624,7 +624,7 @@ class AuditOptions(Options):
 
         None where every window is judged.
         """
-        share = _share_of(self.budget or (NO_BUDGET if self.every else DEFAULT_BUDGET))
+        share = _budget_share(self.budget or (NO_BUDGET if self.every else DEFAULT_BUDGET))
         return None if share == math.inf else share
 
     def accepts(self, name: str, where: str | None) -> bool:
@@ -636,7 +636,7 @@ class AuditOptions(Options):
         """
         return any(is_accepted(accepted, name, where) for accepted in self.accept)
 
-    def judged(self, one: Found) -> Found:
+    def judged(self, one: Occurrence) -> Occurrence:
         """Return a finding or a reason as what it is to the user: accepted, or one that fails."""
         if self.accepts(one.name, one.where):
             return replace(one, reason=one.reason or "--accept", fails=False)

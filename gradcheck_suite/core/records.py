@@ -243,7 +243,7 @@ Data = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Kind:
+class RecordKind:
     """A kind of record.
 
     Attributes:
@@ -264,7 +264,7 @@ class Kind:
         return sources_digest(self.code)
 
 
-def run_of(data: Data) -> tuple[str, int]:
+def audited_script(data: Data) -> tuple[str, int]:
     """Return an audited script with its arguments, and the number of its ranks."""
     command = [str(data["loop"]), *data.get("arguments", ())]
     return " ".join(command), int(data.get("ranks") or 1)
@@ -274,9 +274,11 @@ LOOPS = ("loops/ranks.py", "loops/reset_modes.py")
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind("verify", (*JUDGING, *LOOPS), ("loop", "dtype", "device", "optimizer", "problem")),
-        Kind("audit", (*JUDGING, "auditing"), run_of),
-        Kind("trainer", (*JUDGING, "loops/trainers"), ("trainer", "version", "question")),
+        RecordKind(
+            "verify", (*JUDGING, *LOOPS), ("loop", "dtype", "device", "optimizer", "problem")
+        ),
+        RecordKind("audit", (*JUDGING, "auditing"), audited_script),
+        RecordKind("trainer", (*JUDGING, "loops/trainers"), ("trainer", "version", "question")),
     )
 }
 """The kinds of records that the commands make, by name."""
@@ -349,7 +351,7 @@ def expect_schema(path: Path) -> None:
 
 def append_record(
     reports: Path | None,
-    kind: Kind,
+    kind: RecordKind,
     data: Data,
     *,
     environment: Mapping[str, Any],
@@ -388,7 +390,7 @@ def append_record(
     return path
 
 
-def read_records(reports: Path, kind: Kind) -> tuple[list[Record], list[str]]:
+def read_records(reports: Path, kind: RecordKind) -> tuple[list[Record], list[str]]:
     """Return a kind's records, oldest first, and what could not be read, one line each.
 
     Nothing where there is no file.

@@ -13,7 +13,7 @@ from gradcheck_suite.core.case import SCHEMA, Case, case_from_json
 from gradcheck_suite.core.causes import is_cause
 from gradcheck_suite.core.contract import DECLARED
 from gradcheck_suite.core.faults import FAULTS, FIX
-from gradcheck_suite.core.findings import FINDINGS, Found, finding
+from gradcheck_suite.core.findings import FINDINGS, Occurrence, finding
 from gradcheck_suite.core.formats import Accepted, Judged, Notice, is_accepted, place_in
 from gradcheck_suite.core.text import (
     aligned,
@@ -145,7 +145,7 @@ class Weight:
         return str(self.micro_batch) if self.micro_batches is None else self.micro_batches
 
 
-def _weight(data: Mapping[str, Any]) -> Weight:
+def _weight_from_json(data: Mapping[str, Any]) -> Weight:
     return from_json(Weight, data)
 
 
@@ -209,7 +209,7 @@ class Violation:
     error: float | None = None
     allowed: float | None = None
     details: tuple[str, ...] = field(default=(), metadata=INTERNAL)
-    weights: tuple[Weight, ...] = field(default=(), metadata={"read": _weight})
+    weights: tuple[Weight, ...] = field(default=(), metadata={"read": _weight_from_json})
     evidence: Comparison | None = field(default=None, repr=False, compare=False, metadata=INTERNAL)
     rank: int | None = field(default=None, metadata=VERIFY)
     found_after: int | None = None
@@ -386,7 +386,7 @@ class Violation:
             rows.sort(key=lambda row: int(row.label))
         indents = (len(row.text) - len(row.text.lstrip()) for row in rows if row.text)
         indent = min(indents, default=0)
-        rows = [replace(row, text=_cut(row.text[indent:])) for row in rows]
+        rows = [replace(row, text=_cut_line(row.text[indent:])) for row in rows]
         labels = max((len(row.label) for row in rows), default=0)
         texts = max((len(row.text) for row in rows), default=0)
         return [
@@ -451,7 +451,7 @@ def _line_of(file: str, number: int) -> str:
     return (cell[number - 1] if number <= len(cell) else line).rstrip()
 
 
-def _cut(line: str) -> str:
+def _cut_line(line: str) -> str:
     return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 3]}..."
 
 
@@ -515,7 +515,7 @@ class Unknown:
     name: str = "unreadable-loss"
 
     @property
-    def found(self) -> Found:
+    def found(self) -> Occurrence:
         """It as a reason."""
         left = (
             "the weights of this loss are unknown"
@@ -532,8 +532,8 @@ def _unknown(data: Mapping[str, Any]) -> Unknown:
     return from_json(Unknown, data)
 
 
-def _named(data: Mapping[str, Any]) -> Found:
-    return from_json(Found, data)
+def _occurrence_from_json(data: Mapping[str, Any]) -> Occurrence:
+    return from_json(Occurrence, data)
 
 
 OTHER_RANK = "other-rank"
@@ -555,7 +555,7 @@ class MovedByZeros:
     explanation: str
 
 
-def _notice_of(one: Found) -> Notice:
+def _notice_of(one: Occurrence) -> Notice:
     """Return a finding as CI systems show it."""
     times = f" ({one.steps} times)" if one.steps > 1 else ""
     level = "error" if one.fails else one.severity
@@ -569,7 +569,7 @@ def _notice_of(one: Found) -> Notice:
     )
 
 
-def _moved(data: Mapping[str, Any]) -> MovedByZeros:
+def _moved_from_json(data: Mapping[str, Any]) -> MovedByZeros:
     return from_json(MovedByZeros, data)
 
 
@@ -644,7 +644,9 @@ class Result:
     again: dict[str, int] = field(default_factory=dict, metadata=AUDIT)
     # a port's are no sentences
     findings: tuple[Any, ...] = ()
-    named_findings: tuple[Found, ...] = field(default=(), metadata={**AUDIT, "read": _named})
+    named_findings: tuple[Occurrence, ...] = field(
+        default=(), metadata={**AUDIT, "read": _occurrence_from_json}
+    )
     unjudged_reason: str | None = field(default=None, metadata=AUDIT)
     disagreements: tuple[str, ...] = field(default=(), metadata=INTERNAL)
     unknown: tuple[Unknown, ...] = field(default=(), metadata={**AUDIT, "read": _unknown})
@@ -653,7 +655,9 @@ class Result:
     interrupted: bool = False
     shrinking: str | None = field(default=None, metadata=VERIFY)
     traffic: str | None = field(default=None, metadata={**VERIFY, "optional": ("verify",)})
-    moved_by_zeros: MovedByZeros | None = field(default=None, metadata={**VERIFY, "read": _moved})
+    moved_by_zeros: MovedByZeros | None = field(
+        default=None, metadata={**VERIFY, "read": _moved_from_json}
+    )
     accepted: tuple[Violation, ...] = field(
         default=(), metadata={"optional": ("verify",), "read": violation_from_json}
     )
@@ -738,7 +742,7 @@ class Result:
         )
 
     @property
-    def failing(self) -> list[Found]:
+    def failing(self) -> list[Occurrence]:
         """The findings and reasons that the user wants to fail."""
         return [one for one in self.named_findings if one.fails]
 
@@ -855,12 +859,12 @@ def notices_of(results: Sequence[Result], stale: Sequence[str] = ()) -> list[Not
     return notices
 
 
-def _entries_of(one: Found, entries: Iterable[Accepted]) -> list[Accepted]:
+def _entries_of(one: Occurrence, entries: Iterable[Accepted]) -> list[Accepted]:
     """Return the entries that accept a finding."""
     return [entry for entry in entries if is_accepted(str(entry), one.name, one.where)]
 
 
-def _accepting(one: Found, entries: Iterable[Accepted]) -> Found:
+def _accepting(one: Occurrence, entries: Iterable[Accepted]) -> Occurrence:
     """Return a finding with why an entry accepts it, where one does."""
     fits = _entries_of(one, entries)
     return replace(one, reason=fits[0].reason, fails=False) if fits else one
@@ -953,7 +957,7 @@ def weight_lines(weights: Sequence[Weight]) -> list[str]:
     """
     if not weights:
         return []
-    top = _largest(weights)
+    top = _largest_weight(weights)
     rows = _weight_cells(weights)[: SHOWN_ROWS + 1]
     bars = [BARS, *(_bar(w.expected, w.observed, top) for w in weights[:SHOWN_ROWS])]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -966,7 +970,7 @@ def weight_lines(weights: Sequence[Weight]) -> list[str]:
     return lines
 
 
-def _largest(weights: Iterable[Weight]) -> float:
+def _largest_weight(weights: Iterable[Weight]) -> float:
     """Return the largest magnitude of a finite weight; 0 where there is none."""
     # a weight of an infinite or missing gradient has no bar
     values = [weight.expected for weight in weights] + [weight.observed for weight in weights]
@@ -979,12 +983,12 @@ def _bar(expected: float, observed: float, top: float) -> str:
     """
     if not top or not math.isfinite(expected) or not math.isfinite(observed):
         return ""
-    bar = ("#" if observed > 0 else "-") * _length(observed, top)
-    mark = _length(expected, top)
+    bar = ("#" if observed > 0 else "-") * _bar_length(observed, top)
+    mark = _bar_length(expected, top)
     return f"{bar[:mark]:<{mark}}|{bar[mark:]}"
 
 
-def _length(weight: float, top: float) -> int:
+def _bar_length(weight: float, top: float) -> int:
     # rounding must not decide between two lengths
     return math.floor(round(WIDTH * abs(weight) / top, 6) + 0.5)
 
@@ -1002,10 +1006,10 @@ def result_lines(result: Result, *, width: int = 0, shown: bool = False) -> list
             said elsewhere.
     """
     below = _below_loop(result) if result.command == "verify" else _below_run(result, shown=shown)
-    return [_line(result, width), *(f"    {line}".rstrip() for line in below)]
+    return [_verdict_line(result, width), *(f"    {line}".rstrip() for line in below)]
 
 
-def _line(result: Result, width: int) -> str:
+def _verdict_line(result: Result, width: int) -> str:
     """Return the verdict in one line."""
     verdict = "VIOLATED" if result.violations else result.verdict
     if result.interrupted and result.holds:
@@ -1068,7 +1072,7 @@ def _below_loop(result: Result) -> Iterator[str]:
         yield f"finding, for which no loop is to blame: {said}"
     yield from _below_skipped(result)
     for violation in result.violations:
-        yield from [*violation.words, _found(result, violation)]
+        yield from [*violation.words, _how_found(result, violation)]
     for violation in result.accepted:
         yield f"{_accepted(violation)}; the search ended there"
 
@@ -1081,7 +1085,7 @@ def _below_skipped(result: Result) -> Iterator[str]:
         yield f"{count} of {steps} steps could not be judged: {reason}"
 
 
-def _finding_line(one: Found) -> str:
+def _finding_line(one: Occurrence) -> str:
     """Return a finding or a reason in one line: its name last, as mypy has the code of an error."""
     if one.reason is not None:
         return f"accepted: {one} [{one.name}], {one.reason}"
@@ -1098,7 +1102,7 @@ def _accepted(violation: Violation) -> str:
     return f"accepted: {violation.title.removeprefix(f'{violation.kind}: ')}, {why}"
 
 
-def _found(result: Result, violation: Violation) -> str:
+def _how_found(result: Result, violation: Violation) -> str:
     first = "the weight probe"
     spec = violation.case.spec
     after = violation.found_after
@@ -1158,7 +1162,7 @@ def _bar_html(weight: float, top: float, style: str) -> str:
 def _weights_html(weights: Sequence[Weight]) -> str:
     if not weights:
         return ""
-    top = _largest(weights) or 1.0
+    top = _largest_weight(weights) or 1.0
     titles, *rows = _weight_cells(weights)
     head = "".join(f'<th style="{_CELL}">{title}</th>' for title in [*titles, BARS])
     body = []

@@ -30,12 +30,12 @@ GRADIENTS_OF_JAX = ("grad", "value_and_grad", "vjp")
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def _name(node: ast.AST | None) -> str:
+def _last_name(node: ast.AST | None) -> str:
     """Return the last part of a name or an attribute, empty for anything else."""
     return str(getattr(node, "attr", getattr(node, "id", "")))
 
 
-def _calls(tree: ast.AST) -> list[ast.Call]:
+def _calls_in(tree: ast.AST) -> list[ast.Call]:
     return [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
 
 
@@ -86,10 +86,10 @@ class LoopSyntax:
                 self._assigned.setdefault(name, []).append(assigned)
 
     def _has_loss(self, tree: ast.AST) -> bool:
-        return any(OF_LOSS.search(_name(call.func)) for call in _calls(tree))
+        return any(OF_LOSS.search(_last_name(call.func)) for call in _calls_in(tree))
 
     def _computes_loss(self, call: ast.Call) -> bool:
-        name = _name(call.func)
+        name = _last_name(call.func)
         return bool(OF_LOSS.search(name)) or name in self._of_loss
 
     def sent(self) -> list[tuple[int, ast.expr]]:
@@ -99,7 +99,7 @@ class LoopSyntax:
             receiver = call.func.value if isinstance(call.func, ast.Attribute) else None
             is_loss = receiver is not None and any(
                 self._losses_in(assigned.value)
-                for assigned in self._assigned.get(_name(receiver), ())
+                for assigned in self._assigned.get(_last_name(receiver), ())
             )
             # `accelerator.backward(loss)` sends its argument, `loss.backward(weights)` its receiver
             what = call.args[0] if call.args and not is_loss else receiver
@@ -112,12 +112,12 @@ class LoopSyntax:
         helpers.
         """
         for part in self._parts:
-            if found := [call for call in _calls(part) if _name(call.func) in names]:
+            if found := [call for call in _calls_in(part) if _last_name(call.func) in names]:
                 return found
         return []
 
     def _losses_in(self, expression: ast.AST) -> list[ast.Call]:
-        return [call for call in _calls(expression) if self._computes_loss(call)]
+        return [call for call in _calls_in(expression) if self._computes_loss(call)]
 
     def _names(self, expression: ast.AST) -> list[str]:
         """Return the names whose values are in an expression, without the arguments of losses."""
@@ -198,7 +198,7 @@ class LoopSyntax:
 
     def _only_call(self, part: str) -> int | None:
         # a helper may be right, and be used wrongly
-        calls = [call for call in _calls(self._parts[0]) if part in _name(call.func)]
+        calls = [call for call in _calls_in(self._parts[0]) if part in _last_name(call.func)]
         return calls[0].lineno if len(calls) == 1 else None
 
 
@@ -212,10 +212,14 @@ def _assignments(part: Definition) -> Iterator[tuple[str, Assigned]]:
             for target in targets:
                 names = [n.id for n in ast.walk(target) if isinstance(n, ast.Name)]
                 yield from ((name, Assigned(node.lineno, value)) for name in names)
-        elif isinstance(node, ast.Call) and _name(node.func) in ("append", "extend") and node.args:
+        elif (
+            isinstance(node, ast.Call)
+            and _last_name(node.func) in ("append", "extend")
+            and node.args
+        ):
             assert isinstance(node.func, ast.Attribute | ast.Name)
             holder = getattr(node.func, "value", None)
-            yield _name(holder), Assigned(node.lineno, node.args[0])
+            yield _last_name(holder), Assigned(node.lineno, node.args[0])
 
 
 def _syntax(loop: Any) -> LoopSyntax | None:
@@ -248,7 +252,7 @@ def _helpers_of(own: Definition, tree: ast.Module) -> dict[str, Definition]:
     waiting = [own]
     while waiting:
         inside = ast.walk(waiting.pop(0))
-        for name in [_name(node) for node in inside if isinstance(node, ast.Name)]:
+        for name in [_last_name(node) for node in inside if isinstance(node, ast.Name)]:
             if name in top and name not in helpers and top[name] is not own:
                 helpers[name] = top[name]
                 waiting.append(top[name])

@@ -17,8 +17,15 @@ import torch
 
 from gradcheck_suite.core.comparison import Comparison, Vector, beyond, within
 from gradcheck_suite.judge.naming import FORMATS, constant_meaning
-from gradcheck_suite.judge.weights import WHILE_RIGHT, Array, Diagnosis, any_of, factor_text, listed
-from gradcheck_suite.reference.large_batch import Window, gradients_of
+from gradcheck_suite.judge.weights import (
+    WHILE_RIGHT,
+    Array,
+    Diagnosis,
+    any_of,
+    factor_text,
+    first_of,
+)
+from gradcheck_suite.reference.large_batch import WindowReference, gradients_of
 
 # Gradients that have lost a mean or a direction, and gradients whose elements belong to other
 # parameters.
@@ -167,7 +174,7 @@ def mixed(comparison: Comparison, wrong: Sequence[str]) -> Diagnosis | None:
     if within(np.sort(observed), np.sort(expected), allowed.max()):
         return Diagnosis(
             "misplaced-gradient",
-            f"the gradients of {listed(wrong)} together have the right elements, at other places:"
+            f"the gradients of {first_of(wrong)} together have the right elements, at other places:"
             " they are flattened in one order and taken apart in another",
         )
     return None
@@ -240,7 +247,7 @@ def where_wrong(comparison: Comparison) -> str:
     """Return which parameters are wrong while others are right, as the beginning of a sentence."""
     wrong, right = wrong_and_right(comparison)
     return (
-        f"in {listed(wrong)}{WHILE_RIGHT}{listed(right)} {'is' if len(right) == 1 else 'are'}"
+        f"in {first_of(wrong)}{WHILE_RIGHT}{first_of(right)} {'is' if len(right) == 1 else 'are'}"
         " right: "
     )
 
@@ -311,7 +318,7 @@ def place_of_the_fault(comparison: Comparison) -> str:
         else "no other has a gradient"
     )
     ending = (
-        f"; {listed(right)} {'is' if len(right) == 1 else 'are'} right"
+        f"; {first_of(right)} {'is' if len(right) == 1 else 'are'} right"
         if right
         else f"; {no_other}"
     )
@@ -331,7 +338,7 @@ def _faults(comparison: Comparison, name: str, weights: Diagnosis | None) -> Ite
     other = _other_parameter(comparison, name)
     if weights is not None and not (other and weights.name == "wrong-scale"):
         yield weights
-    elif not other and (scale := _factor(expected, observed, allowed)) is not None:
+    elif not other and (scale := _common_factor(expected, observed, allowed)) is not None:
         yield scale
     how = _permutation(expected, observed, allowed) if np.count_nonzero(there) > 1 else None
     if how is not None:
@@ -350,7 +357,7 @@ def _faults(comparison: Comparison, name: str, weights: Diagnosis | None) -> Ite
             " they are quantised"
         )
         yield Diagnosis("low-precision", text)
-    elif is_placed and _is_part(expected, observed, allowed, off):
+    elif is_placed and _is_cut_or_scaled(expected, observed, allowed, off):
         yield Diagnosis("partial-gradient", _partial_text(name, expected, observed, allowed, off))
     elif form := format_of(expected, observed):
         yield Diagnosis(
@@ -361,7 +368,9 @@ def _faults(comparison: Comparison, name: str, weights: Diagnosis | None) -> Ite
         )
 
 
-def _is_part(expected: Array, observed: Array, allowed: Array, off: npt.NDArray[np.bool_]) -> bool:
+def _is_cut_or_scaled(
+    expected: Array, observed: Array, allowed: Array, off: npt.NDArray[np.bool_]
+) -> bool:
     """Whether wrong elements are 0, cut, or have one factor: a single one has any factor."""
     seen = observed[off]
     due = expected[off]
@@ -377,7 +386,7 @@ PLAIN_FACTORS = (-1.0, 2.0, 3.0, 4.0, 1 / 2, 1 / 3, 1 / 4)
 """Factors of a single element that are no coincidence."""
 
 
-def _factor(expected: Array, observed: Array, allowed: Array) -> Diagnosis | None:
+def _common_factor(expected: Array, observed: Array, allowed: Array) -> Diagnosis | None:
     pivot = np.unravel_index(
         np.argmax(np.abs(expected) / np.maximum(allowed, 1e-300)), expected.shape
     )
@@ -441,7 +450,7 @@ def _partial_text(
         rows = np.asarray(wrong.any(axis=1))
         if bool((wrong | ~there)[rows].all()):
             what = ("rows", "columns", f"places along dimension {axis}")[min(axis, 2)]
-            where = f"in {what} {listed(np.flatnonzero(rows).tolist())}"
+            where = f"in {what} {first_of(np.flatnonzero(rows).tolist())}"
     ratio = observed[off] / np.where(expected[off] == 0, np.nan, expected[off])
     what = "other values than they should be"
     if not np.any(np.abs(observed[off]) > allowed[off]):
@@ -465,7 +474,7 @@ def _scaled_by_agreement(parts: Array) -> Vector:
     return found
 
 
-def _where(parts: Array, chosen: npt.NDArray[np.intp]) -> Vector:
+def _chosen_parts(parts: Array, chosen: npt.NDArray[np.intp]) -> Vector:
     found: Vector = np.take_along_axis(parts, chosen[None], axis=0)[0]
     return found
 
@@ -473,11 +482,11 @@ def _where(parts: Array, chosen: npt.NDArray[np.intp]) -> Vector:
 COMBINATIONS: dict[str, Callable[[Array], Vector]] = {
     "the largest of those of the micro-batches": lambda parts: parts.max(axis=0),
     "the smallest of those of the micro-batches": lambda parts: parts.min(axis=0),
-    "that of the micro-batch in which it is largest in absolute value": lambda parts: _where(
+    "that of the micro-batch in which it is largest in absolute value": lambda parts: _chosen_parts(
         parts, np.abs(parts).argmax(axis=0)
     ),
-    "that of the micro-batch in which it is smallest in absolute value": lambda parts: _where(
-        parts, np.abs(parts).argmin(axis=0)
+    "that of the micro-batch in which it is smallest in absolute value": lambda parts: (
+        _chosen_parts(parts, np.abs(parts).argmin(axis=0))
     ),
     "the median of those of the micro-batches": lambda parts: np.median(parts, axis=0),
     "the lower median of those of the micro-batches": lambda parts: np.sort(parts, axis=0)[
@@ -497,7 +506,7 @@ COMBINATIONS: dict[str, Callable[[Array], Vector]] = {
 """What an element may be in place of the micro-batches' sum, from (micro-batches, P) their parts of the gradient."""
 
 
-def combined_elements(window: Window, comparison: Comparison) -> Diagnosis | None:
+def combined_elements(window: WindowReference, comparison: Comparison) -> Diagnosis | None:
     """Return the diagnosis of elements that are another function of the micro-batches' than their
     sum, or None.
 
@@ -549,7 +558,7 @@ OPERATIONS = (
 
 
 def wrong_reduction(
-    window: Window, comparison: Comparison, rank: int, *, alike: bool
+    window: WindowReference, comparison: Comparison, rank: int, *, alike: bool
 ) -> Diagnosis | None:
     """Return the diagnosis of a gradient that is another combination of the ranks' own, or None.
 
@@ -599,7 +608,7 @@ def wrong_reduction(
 
 
 def with_second_names(
-    found: Diagnosis | None, window: Window, comparison: Comparison, wrong: Sequence[str]
+    found: Diagnosis | None, window: WindowReference, comparison: Comparison, wrong: Sequence[str]
 ) -> Diagnosis | None:
     """Return a diagnosis that says so where parameters under several names are wrong, and they
     alone.
@@ -661,7 +670,9 @@ def _found_in(rows: Sequence[Mapping[str, torch.Tensor | None]], name: str) -> l
     return [gradient.numpy() for gradient in found if gradient is not None]
 
 
-def _lost_use(window: Window, comparison: Comparison, tied: Sequence[Sequence[str]]) -> str | None:
+def _lost_use(
+    window: WindowReference, comparison: Comparison, tied: Sequence[Sequence[str]]
+) -> str | None:
     """Return the name as which parameters are used without a share in their gradients, or None."""
     instance = window.reference.instance
     model = untied(window.model())

@@ -22,9 +22,9 @@ import torch
 from gradcheck_suite.core.comparison import Comparison, Vector, beyond, within
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.judge.elements import diagnose_elements, with_second_names, wrong_and_right
-from gradcheck_suite.judge.naming import constant_meaning, diagnose, meanings, names_nothing
+from gradcheck_suite.judge.naming import constant_meaning, diagnose, factor_meanings, names_nothing
 from gradcheck_suite.judge.weights import Diagnosis, Weights, any_of, trial_weights
-from gradcheck_suite.reference.large_batch import Gradients, Window, gradients_of
+from gradcheck_suite.reference.large_batch import Gradients, WindowReference, gradients_of
 from gradcheck_suite.run.instance import Instance, seeded
 
 MOST_NAMES = 3
@@ -288,7 +288,7 @@ _ROUNDING = 1e-12
 
 
 def diagnose_case(
-    window: Window, comparison: Comparison, epoch: int, *, alike: bool
+    window: WindowReference, comparison: Comparison, epoch: int, *, alike: bool
 ) -> Diagnosis | None:
     """Name the fault of a wrong float64 gradient from that gradient alone.
 
@@ -330,7 +330,7 @@ def diagnose_case(
 
 
 def is_explained(
-    window: Window, comparison: Comparison, weights: Vector, *, only: Sequence[str] = ()
+    window: WindowReference, comparison: Comparison, weights: Vector, *, only: Sequence[str] = ()
 ) -> bool:
     """Return whether weights of micro-batches, (B,), give an observed gradient.
 
@@ -347,13 +347,15 @@ def is_explained(
     gradients = _summed_gradients(window)
     if not np.isfinite(gradients).all() or not np.isfinite(comparison.observed).all():
         return True
-    near = _gives(weights, gradients, comparison.observed, comparison.allowed)
+    near = _weights_give(weights, gradients, comparison.observed, comparison.allowed)
     return all(
         near[comparison.layout.elements(name)].all() for name in only or comparison.layout.names
     )
 
 
-def of_one_sign(found: Diagnosis, window: Window, comparison: Comparison) -> Diagnosis | None:
+def of_one_sign(
+    found: Diagnosis, window: WindowReference, comparison: Comparison
+) -> Diagnosis | None:
     """Return the diagnosis of wrong parameters with the elements of one sign of each micro-batch
     alone, or None.
 
@@ -404,7 +406,7 @@ def stolen_buffer(instance: Instance) -> Diagnosis | None:
     return found[0].diagnosis if found else None
 
 
-def _summed_gradients(window: Window) -> Rows:
+def _summed_gradients(window: WindowReference) -> Rows:
     """Return (B, P): the gradient of each micro-batch's summed loss, at the parameters of the
     window.
     """
@@ -418,7 +420,13 @@ def _summed_gradients(window: Window) -> Rows:
 
 
 def _diagnosed(
-    window: Window, epoch: int, gradients: Rows, comparison: Comparison, part: slice, *, alike: bool
+    window: WindowReference,
+    epoch: int,
+    gradients: Rows,
+    comparison: Comparison,
+    part: slice,
+    *,
+    alike: bool,
 ) -> Diagnosis | None:
     """Fit this window's micro-batches, then all of the epoch's.
 
@@ -467,7 +475,7 @@ def _diagnosed(
         )
         if weights.is_right:
             return None
-        diagnosis = diagnose(weights, _before(weights))
+        diagnosis = diagnose(weights, _steps_before(weights))
         read = [j for j in members if j not in template.unread]
         wrong = np.abs(observed - right * gradients[inside].sum(axis=0)) > allowed
         told_by_wrong = _rank(gradients[members]) - _rank(gradients[members][:, ~wrong])
@@ -513,9 +521,9 @@ def _by_trial(
     """
     found: dict[str, Diagnosis] = {}
     for values in trial_weights(template):
-        if _gives(values, gradients, observed, allowed).all():
+        if _weights_give(values, gradients, observed, allowed).all():
             weights = replace(template, observed=values)
-            diagnosis = diagnose(weights, _before(weights))
+            diagnosis = diagnose(weights, _steps_before(weights))
             found |= {} if names_nothing(diagnosis) else {diagnosis.name: diagnosis}
     if not found or not len(observed):
         return None
@@ -523,7 +531,7 @@ def _by_trial(
     return together if len(together.names) <= MOST_NAMES else None
 
 
-def _gives(
+def _weights_give(
     weights: Vector, gradients: Rows, observed: Vector, allowed: Vector
 ) -> npt.NDArray[np.bool_]:
     """Return (P,): whether (B,) weights of micro-batches give each element of a gradient."""
@@ -542,7 +550,7 @@ def _errors(gradients: Rows, observed: Vector, allowed: Vector) -> Vector:
     return errors
 
 
-def _before(weights: Weights) -> list[Weights]:
+def _steps_before(weights: Weights) -> list[Weights]:
     """Return the steps before one, which were judged right."""
     found = []
     for epoch in range(weights.epoch + 1):
@@ -562,4 +570,4 @@ def _is_named(weights: Weights, read: Sequence[int]) -> bool:
     """Whether the only micro-batch that is read is right up to a factor that the run itself has."""
     (only,) = read
     factor = float(weights.observed[only] / weights.expected)
-    return bool(meanings([weights]) or any(constant_meaning(factor)))
+    return bool(factor_meanings([weights]) or any(constant_meaning(factor)))

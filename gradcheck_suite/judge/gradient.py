@@ -53,7 +53,7 @@ from gradcheck_suite.judge.sizes import (
     is_linear,
     size_text,
 )
-from gradcheck_suite.judge.steps import named, run_of
+from gradcheck_suite.judge.steps import held_steps, named
 from gradcheck_suite.judge.weights import (
     WHILE_RIGHT,
     Diagnosis,
@@ -393,7 +393,7 @@ def _separated(runner: LoopRunner, read: StepReading) -> Separation:
     if second is None or not np.isfinite(second.steps).all():
         return first
     miscounted = len(second.steps) != separating.plan.steps
-    other = _whole_windows(second) if miscounted else second.all_weights
+    other = _steps_of_whole_windows(second) if miscounted else second.all_weights
     found = None
     if not all(w.is_right for w in other):
         found = diagnose(read.weights, [*read.others, *other], known_only=True)
@@ -401,12 +401,12 @@ def _separated(runner: LoopRunner, read: StepReading) -> Separation:
         return replace(first, found=found)
     if not miscounted:
         return replace(first, elsewhere=other)
-    own = run_of(read.probe.plan, read.run.steps)
+    own = held_steps(read.probe.plan, read.run.steps)
     # steps that hold what they should have wrong weights for another reason
     return first if own.held == own.right else replace(first, found=_by_steps(second))
 
 
-def _whole_windows(run: ProbeRun) -> list[Weights]:
+def _steps_of_whole_windows(run: ProbeRun) -> list[Weights]:
     """Return the weights of the first steps, as long as each holds all micro-batches of its window
     and no other.
 
@@ -427,7 +427,7 @@ def _by_steps(run: ProbeRun) -> Diagnosis | None:
     one under another.
     """
     plan = run.probe.plan
-    found = named([run_of(plan, run.steps)], plan)
+    found = named([held_steps(plan, run.steps)], plan)
     if found is None or found.name == "never-stepped":
         return None
     sentence = (
@@ -454,12 +454,12 @@ def explain_probe(e: Evidence, steps: Sequence[Vector]) -> Diagnosis:
     runner = e.runner
     seen = steps[step]
     if case.spec is not None and "slopes" not in case.spec.loss.o:
-        return _of_weights(case, steps, step, runner)
+        return _diagnosis_of_weights(case, steps, step, runner)
     plain = probe_of(case, case.dtype).observed(runner)
     expected = expected_gradients(case) * case.plan.epochs
     if plain is not None and step < len(plain.steps):
         if not _is_right(plain.steps[step], case, step):
-            return _of_weights(case, plain.steps, step, runner)
+            return _diagnosis_of_weights(case, plain.steps, step, runner)
         if step and np.isfinite(seen).all() and _is_right(expected[step], case, step):
             return _after_another(plain, seen, step, expected[step - 1])
     return _size_fault(e, expected, seen)
@@ -499,7 +499,9 @@ def _is_right(observed: Vector, case: Case, step: int) -> bool:
     )
 
 
-def _of_weights(case: Case, steps: Sequence[Vector], step: int, runner: LoopRunner) -> Diagnosis:
+def _diagnosis_of_weights(
+    case: Case, steps: Sequence[Vector], step: int, runner: LoopRunner
+) -> Diagnosis:
     """Name a fault of the weights, read in float64 where the case's dtype is coarse."""
     dtype = "float64" if case.dtype in COARSE else case.dtype
     probe = probe_of(case, dtype)
@@ -688,7 +690,7 @@ def explain_gradient(e: Evidence) -> Diagnosis:
     comparison = e.comparison
     window = e.window
     numbers = (_worst_element(comparison),)
-    for without_a_run in (_poisoned, _of_whole_window, _of_ranks):
+    for without_a_run in (_poisoned, _of_whole_window, _diagnosis_of_ranks):
         if found := without_a_run(e):
             return replace(found, details=numbers)
     on_probe = _by_probes(e)
@@ -749,7 +751,7 @@ def _poisoned(e: Evidence) -> Diagnosis | None:
     return None if source is None else poisoned_by(source)
 
 
-def _of_ranks(e: Evidence) -> Diagnosis | None:
+def _diagnosis_of_ranks(e: Evidence) -> Diagnosis | None:
     """Return the diagnosis of a gradient that is another combination of the ranks' own than their
     sum, or None.
     """

@@ -27,7 +27,7 @@ from gradcheck_suite.judge.weights import (
     Weights,
     dropped_text,
     factor_text,
-    listed,
+    first_of,
     places,
     repeated_text,
 )
@@ -49,7 +49,7 @@ EXACT = 1e-9
 # What the numbers of one step say.
 
 
-def _own(w: Weights) -> bool:
+def _is_of_own_window(w: Weights) -> bool:
     return not w.foreign and bool(len(w.inside))
 
 
@@ -65,21 +65,21 @@ def _always(_: Weights) -> bool:
     return True
 
 
-def _counts(w: Weights) -> Array:
+def _counts_inside(w: Weights) -> Array:
     return np.array([w.counts[j] for j in w.inside])
 
 
-def _unequal(w: Weights) -> bool:
-    return len({*_counts(w)}) > 1
+def _has_unequal_counts(w: Weights) -> bool:
+    return len({*_counts_inside(w)}) > 1
 
 
 def _ranks(w: Weights) -> Array:
     return np.array([w.owners[j] if w.owners else 0 for j in w.inside])
 
 
-def _one(w: Weights, values: Array) -> bool:
+def _is_one_factor(w: Weights, values: Array) -> bool:
     """Whether numbers of the micro-batches inside are all the same and not 0."""
-    return _own(w) and bool(np.all(values != 0)) and w.close(values, values.mean())
+    return _is_of_own_window(w) and bool(np.all(values != 0)) and w.close(values, values.mean())
 
 
 def _right(w: Weights) -> npt.NDArray[np.bool_]:
@@ -116,7 +116,7 @@ def _plausible_means(w: Weights) -> bool:
         w.accumulation_steps * w.world_size,
         len(w.inside),
     }
-    return _one(w, w.per_mean) and (
+    return _is_one_factor(w, w.per_mean) and (
         w.reduction == "sum" or any(w.close(w.per_mean, 1 / n) for n in plausible)
     )
 
@@ -125,7 +125,7 @@ def _grouped(w: Weights) -> tuple[str, int, bool] | None:
     """Return into what micro-batches are dealt whose own means weigh alike: what, how many, and
     whether added up.
     """
-    if not _own(w) or w.reduction == "sum":
+    if not _is_of_own_window(w) or w.reduction == "sum":
         return None
     at = np.array(places(w, lambda ratio: True))
     ways = [("ranks", _ranks(w))] if w.owners else []
@@ -134,7 +134,7 @@ def _grouped(w: Weights) -> tuple[str, int, bool] | None:
         ways += [("groups", at % number) for number in range(2, max(3, len(w.window)))]
     for what, group in ways:
         # of what cannot be read, the counts are 0
-        counts = np.array([_counts(w)[group == g].sum() for g in group])
+        counts = np.array([_counts_inside(w)[group == g].sum() for g in group])
         weights = w.observed[w.inside] * counts
         number = len(set(group))
         for share in (number, w.world_size, 1):
@@ -148,7 +148,7 @@ def _unequal_groups(w: Weights) -> bool:
     if found is None:
         return False
     group = _ranks(w) if found[0] == "ranks" else np.array(places(w, lambda ratio: True)) % found[1]
-    unequal = len({float(_counts(w)[group == g].sum()) for g in set(group)}) > 1
+    unequal = len({float(_counts_inside(w)[group == g].sum()) for g in set(group)}) > 1
     return unequal or (found[0] == "groups" and found[2] and found[1] < len(w.inside))
 
 
@@ -192,7 +192,7 @@ def _other_counts(w: Weights) -> Iterator[tuple[str, Array, float | None]]:
 
     None for anything.
     """
-    own = _counts(w)
+    own = _counts_inside(w)
     count = w.window_count
     beside = dict(w.beside)
     if w.items:
@@ -225,7 +225,7 @@ def _other_counts(w: Weights) -> Iterator[tuple[str, Array, float | None]]:
 
 def _weighted_by(w: Weights) -> list[str]:
     """Return what means may be weighted by in place of their counts."""
-    if not _own(w) or not np.all(w.per_mean) or w.reduction == "sum":
+    if not _is_of_own_window(w) or not np.all(w.per_mean) or w.reduction == "sum":
         return []
     found = []
     for what, numbers, over in _other_counts(w):
@@ -233,11 +233,11 @@ def _weighted_by(w: Weights) -> list[str]:
         if not numbers[known].all() or known.sum() < min(2, len(w.inside)):
             continue
         share = w.per_mean[known] / numbers[known]
-        own = _counts(w)[known]
+        own = _counts_inside(w)[known]
         # numbers proportional to the counts show nothing, unless their own sum is the divisor
         is_new = over is not None or not w.close(numbers[known] * own[0], own * numbers[known][0])
         due = share[0] if over is None else 1 / over
-        if w.close(share, due) and (is_new or not _unequal(w)):
+        if w.close(share, due) and (is_new or not _has_unequal_counts(w)):
             found.append(what)
     return found
 
@@ -251,7 +251,7 @@ def _weighting_tells(w: Weights) -> bool:
     """Whether counts differ, and in three ways where each micro-batch may be there a number of
     times as well.
     """
-    different = len({*_counts(w)})
+    different = len({*_counts_inside(w)})
     return different > 2 or (different > 1 and not _times(w))
 
 
@@ -259,7 +259,7 @@ def rounded_to(w: Weights) -> str | None:
     """Return the format that the right weights, or some of them, seem to have been rounded to, or
     None.
     """
-    if not _own(w):
+    if not _is_of_own_window(w):
         return None
     off = float(np.abs(w.ratio - 1).max())
     wrong = ~_right(w)
@@ -279,7 +279,7 @@ def _has_digits(values: npt.NDArray[np.float64], digits: int) -> bool:
 
 def _decimals(w: Weights) -> str | None:
     """Return the number of decimals to which the weights of means seem to be rounded, or None."""
-    right = w.expected * _counts(w)
+    right = w.expected * _counts_inside(w)
     for decimals in range(1, MOST_DECIMALS + 1):
         if w.close(w.per_mean, np.round(right, decimals)):
             return f"{decimals} decimal{'s' if decimals > 1 else ''}"
@@ -302,7 +302,7 @@ def _only_one(place: int) -> Holds:
     """
 
     def fits(w: Weights) -> bool:
-        if not _own(w) or np.count_nonzero(w.ratio) != 1 or not w.ratio[place]:
+        if not _is_of_own_window(w) or np.count_nonzero(w.ratio) != 1 or not w.ratio[place]:
             return len(w.inside) < 2 and w.is_right
         mean = w.per_mean[place]
         shares = (1.0, 1 / len(w.window), 1 / w.accumulation_steps)
@@ -317,7 +317,7 @@ def _times(w: Weights) -> bool:
     Some perhaps not at all.
     """
     ratio = w.ratio
-    if not _own(w) or not np.any(ratio):
+    if not _is_of_own_window(w) or not np.any(ratio):
         return False
     if w.close(np.where(ratio == 0, 1, ratio), np.maximum(np.round(ratio), 1)):
         return bool(1.5 < ratio.max() <= MOST_TIMES)
@@ -328,7 +328,7 @@ def _times(w: Weights) -> bool:
 
 
 def _is_running_sum(w: Weights) -> bool:
-    return _own(w) and w.close(w.ratio, np.arange(len(w.inside), 0, -1))
+    return _is_of_own_window(w) and w.close(w.ratio, np.arange(len(w.inside), 0, -1))
 
 
 def _times_text(w: Weights, wrong: Steps) -> str:
@@ -353,7 +353,7 @@ def _has_idle_rank(w: Weights) -> bool:
 
 def _missing_ranks(w: Weights) -> bool:
     """Whether micro-batches of some ranks are missing while another rank's are all there."""
-    if not w.owners or not _own(w):
+    if not w.owners or not _is_of_own_window(w):
         return False
     gone = w.ratio == 0
     rank = _ranks(w)
@@ -425,12 +425,12 @@ def _steps_of_ranks(w: Weights, values: Array) -> Array:
     return np.concatenate([part[1:] / part[:-1] for part in own])
 
 
-def _rescaled(w: Weights) -> float | None:
+def _rescaling_ratio(w: Weights) -> float | None:
     """Return how many times each micro-batch weighs the one before it, on each rank.
 
     None where that differs.
     """
-    if not _own(w) or not np.all(w.ratio):
+    if not _is_of_own_window(w) or not np.all(w.ratio):
         return None
     k = w.accumulation_steps
     if len(w.inside) == 2 and w.close(w.per_mean, [k**-2, k**-1]):
@@ -448,7 +448,7 @@ def _reduced_between(w: Weights) -> bool:
     """Whether micro-batches weigh powers of the number of ranks, and none more than the one before
     it on its rank.
     """
-    if not w.owners or not _own(w) or not np.all(w.ratio > 0):
+    if not w.owners or not _is_of_own_window(w) or not np.all(w.ratio > 0):
         return False
     # reduced once more each time, a contribution gets the number of ranks as a factor
     powers = np.log(w.ratio) / np.log(w.world_size)
@@ -467,7 +467,7 @@ def _rescaled_text(w: Weights, wrong: Steps) -> str:
             f" {w.world_size}: the running sum goes through an all-reduce between micro-batches,"
             " which adds up what is already the sum of all ranks"
         )
-    factor = _rescaled(w) or _rescaled(max(wrong, key=lambda v: len(v.inside))) or 1.0
+    factor = _rescaling_ratio(w) or _rescaling_ratio(max(wrong, key=lambda v: len(v.inside))) or 1.0
     return (
         f"each micro-batch weighs {factor:.6g} times the one before it, as where the running sum"
         " itself is rescaled at every micro-batch, or a loss scale changes within the window"
@@ -480,15 +480,15 @@ def _rescales(wrong: Steps) -> Holds:
     A step of one micro-batch has any.
     """
     longest = max(wrong, key=lambda w: len(w.inside))
-    factor = _rescaled(longest)
+    factor = _rescaling_ratio(longest)
     k = longest.accumulation_steps
     if factor is not None and not _last_is_plausible(longest, factor):
         factor = None
 
     def fits(w: Weights) -> bool:
-        own = _rescaled(w)
+        own = _rescaling_ratio(w)
         if len(w.inside) < 2:
-            return _own(w)
+            return _is_of_own_window(w)
         if own is None or factor is None:
             return False
         return w.close(own, factor) or w.close([own, factor], [w.accumulation_steps, k])
@@ -578,7 +578,7 @@ def _whole_and_earlier(w: Weights) -> bool:
     return w.close(w.ratio, 1.0) and _earlier(w)
 
 
-def _whole_windows(w: Weights) -> bool:
+def _has_whole_windows(w: Weights) -> bool:
     """Whether all of the window's own is there, with any weights, and of each other window all or
     nothing.
     """
@@ -877,7 +877,7 @@ def _miscounts(w: Weights) -> Beside:
         yield f"its micro-batches times that of its {word} micro-batch", times_n, "equal-counts", 2
 
 
-def meanings(wrong: Steps, right: Steps = ()) -> list[tuple[str, str]]:
+def factor_meanings(wrong: Steps, right: Steps = ()) -> list[tuple[str, str]]:
     """Return what the factor of each wrong step is, in words, and the cause; no more than three.
 
     Args:
@@ -928,7 +928,7 @@ def constant_meaning(factor: float) -> tuple[str, str]:
 NO_COUNT = ", which no usual count or quotient of counts gives in every window"
 
 
-def _scale(steps: Steps) -> tuple[bool, Text, tuple[str, ...]]:
+def _scale_sentence(steps: Steps) -> tuple[bool, Text, tuple[str, ...]]:
     """Return whether something of the run explains the factors of the wrong steps, the sentence,
     and the causes.
     """
@@ -938,7 +938,7 @@ def _scale(steps: Steps) -> tuple[bool, Text, tuple[str, ...]]:
     constant = wrong[0].close(ratios, ratios[0])
     meaning, cause = constant_meaning(ratios[0]) if constant else ("", "")
     power = _power_of_steps(wrong, ratios)
-    found = meanings(wrong, right)
+    found = factor_meanings(wrong, right)
     added = _added_to_counts(wrong, ratios)
     causes: tuple[str, ...]
     if meaning:
@@ -960,7 +960,7 @@ def _scale(steps: Steps) -> tuple[bool, Text, tuple[str, ...]]:
         why = ", in every wrong window alike, whatever its counts"
         causes = ("constant",)
     else:
-        shown = listed([factor_text(ratio) for ratio in ratios], 4)
+        shown = first_of([factor_text(ratio) for ratio in ratios], 4)
         why = f"; over the wrong windows the factors are {shown}{NO_COUNT}"
         causes = ("varying",)
 
@@ -1031,11 +1031,11 @@ class WeightPredicate:
     causes: tuple[str, ...] = ()
 
 
-def _of_other_windows(wrong: Steps) -> Iterator[WeightPredicate]:
+def _predicates_of_other_windows(wrong: Steps) -> Iterator[WeightPredicate]:
     causes = () if _decay(wrong) is None else ("average",)
 
     def from_earlier(w: Weights) -> bool:
-        return _whole_windows(w) and _earlier(w)
+        return _has_whole_windows(w) and _earlier(w)
 
     yield WeightPredicate(
         "stale-window",
@@ -1053,7 +1053,7 @@ def _of_other_windows(wrong: Steps) -> Iterator[WeightPredicate]:
 
 def _predicates(steps: Steps, wrong: Steps, *, known_only: bool) -> Iterator[WeightPredicate]:
     if any(w.foreign or (w.epoch and len(w.windows) < 2) for w in wrong):
-        yield from _of_other_windows(wrong)
+        yield from _predicates_of_other_windows(wrong)
     yield WeightPredicate(
         "no-gradient",
         lambda w: not w.foreign and not np.any(w.ratio) and not _missing_ranks(w),
@@ -1065,15 +1065,17 @@ def _predicates(steps: Steps, wrong: Steps, *, known_only: bool) -> Iterator[Wei
     yield WeightPredicate("not-reduced", _missing_ranks, _ranks_tell, _missing_ranks_text, same)
     yield WeightPredicate("rescaled-accumulator", _reduced_between, _falls, _rescaled_text)
     of_sum = ("sum",) if wrong[0].reduction == "sum" else ()
-    yield WeightPredicate("mean-of-means", _plausible_means, _unequal, means_text, of_sum)
+    yield WeightPredicate(
+        "mean-of-means", _plausible_means, _has_unequal_counts, means_text, of_sum
+    )
     yield WeightPredicate(
         "mean-of-means", lambda w: _grouped(w) is not None, _unequal_groups, _grouped_text
     )
     yield WeightPredicate(
         "low-precision", lambda w: rounded_to(w) is not None, _always, _rounded_text
     )
-    if all(_one(w, w.ratio) for w in wrong):
-        explained, sentence, causes = _scale(steps)
+    if all(_is_one_factor(w, w.ratio) for w in wrong):
+        explained, sentence, causes = _scale_sentence(steps)
         if explained or not known_only:
             yield WeightPredicate(
                 "wrong-scale", _always, lambda w: explained or _several(w), sentence, causes
@@ -1089,7 +1091,7 @@ def _predicates(steps: Steps, wrong: Steps, *, known_only: bool) -> Iterator[Wei
     )
     yield WeightPredicate(
         "dropped-micro-batch",
-        lambda w: _own(w) and not np.all(w.ratio),
+        lambda w: _is_of_own_window(w) and not np.all(w.ratio),
         _some_missing,
         dropped_text,
     )
@@ -1102,7 +1104,11 @@ def _predicates(steps: Steps, wrong: Steps, *, known_only: bool) -> Iterator[Wei
             "wrong-scale", _by_place(wrong, _same_rank), _several, _by_rank_text, ("one-rank",)
         )
     yield WeightPredicate(
-        "mean-of-means", lambda w: _one(w, w.per_mean), _unequal, means_text, of_sum
+        "mean-of-means",
+        lambda w: _is_one_factor(w, w.per_mean),
+        _has_unequal_counts,
+        means_text,
+        of_sum,
     )
 
 
@@ -1151,7 +1157,7 @@ def diagnose(
         only: the names that are asked about.
     """
     steps = [violated, *others]
-    where = where or _alike(steps) or _where(violated, steps)
+    where = where or _common_kind(steps) or _which_steps(violated, steps)
     wrong = [w for w in steps if not w.is_right]
     faults = _predicates(steps, wrong, known_only=known_only) if wrong else ()
     for fault in faults:
@@ -1198,7 +1204,7 @@ KINDS_OF_STEPS: tuple[tuple[str, Holds], ...] = (
 """What steps may have in common that are wrong."""
 
 
-def _alike(steps: Steps) -> str:
+def _common_kind(steps: Steps) -> str:
     """Return what all wrong steps are and no right one is, as the end of a sentence.
 
     Empty where there is no such.
@@ -1210,13 +1216,13 @@ def _alike(steps: Steps) -> str:
     return "" if kind is None else f" (only in {kind})"
 
 
-def _where(violated: Weights, steps: Steps) -> str:
+def _which_steps(violated: Weights, steps: Steps) -> str:
     """Return which steps of the violated run are right, as the end of a sentence."""
     own = [w for w in steps if w.windows == violated.windows and w.counts == violated.counts]
     right = [w for w in own if w.is_right]
     if not right or len(own) == 1:
         return ""
-    shown = listed([f"window {w.index} of epoch {w.epoch}" for w in own if not w.is_right])
+    shown = first_of([f"window {w.index} of epoch {w.epoch}" for w in own if not w.is_right])
     return f" (only {shown} of this run; {len(right)} of {len(own)} steps are right)"
 
 

@@ -32,8 +32,8 @@ from gradcheck_suite.core.contract import (
 )
 from gradcheck_suite.core.results import Weight
 from gradcheck_suite.judge.reruns import LoopRunner
-from gradcheck_suite.judge.weights import Weights, listed
-from gradcheck_suite.run.instance import Instance, Items, generated_instance, recounted, scaled
+from gradcheck_suite.judge.weights import Weights, first_of
+from gradcheck_suite.run.instance import Instance, Items, generated_instance, recounted, scaled_loss
 from gradcheck_suite.run.runner import Outcome
 
 Count = Callable[[list[int]], float]
@@ -96,7 +96,7 @@ class WeightProbe:
         instance = generated_instance(case)
         if self.count is not None:
             instance = recounted(instance, self.count)
-        return scaled(instance, scale)
+        return scaled_loss(instance, scale)
 
     def run(
         self, runner: LoopRunner, *, scale: float = 1.0, slopes: Sequence[float] = ()
@@ -169,7 +169,7 @@ class ProbeRun:
         j, own = next(
             (j, own) for j, own in parts if np.ptp(own) > probe.tolerance * abs(items).max()
         )
-        weights = listed([f"{weight:.6g}" for weight in own], 4)
+        weights = first_of([f"{weight:.6g}" for weight in own], 4)
         due = probe.right_weights(window)
         return (
             "items of one and the same micro-batch have different weights: those of micro-batch"

@@ -20,10 +20,16 @@ from gradcheck_suite.core.comparison import Comparison, Vector, within
 from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT, Batch, Loop, assumptions_of, is_jax
 from gradcheck_suite.judge.elements import place_of_the_fault
 from gradcheck_suite.judge.fitted_weights import diagnose_case
-from gradcheck_suite.judge.weights import Diagnosis, any_of, listed
-from gradcheck_suite.reference.large_batch import Reference, Window, parameter_gradients
-from gradcheck_suite.run.instance import Instance, leaves, map_leaves, named_leaves, scaled
-from gradcheck_suite.run.losses import LateValues, LossCall, Losses, modes_of
+from gradcheck_suite.judge.weights import Diagnosis, any_of, first_of
+from gradcheck_suite.reference.large_batch import Reference, WindowReference, parameter_gradients
+from gradcheck_suite.run.instance import (
+    Instance,
+    map_leaves,
+    named_leaves,
+    scaled_loss,
+    tensor_leaves,
+)
+from gradcheck_suite.run.losses import LateValues, LossCall, Losses, train_modes
 from gradcheck_suite.run.ranks import run_ranks
 from gradcheck_suite.run.runner import Outcome
 
@@ -191,7 +197,7 @@ def explain_inputs(
     ]
     members = list(chain.from_iterable(of_ranks))
     for calls in _passes(sent, of_ranks):
-        if not calls or not _gives(reference, calls, observed):
+        if not calls or not _losses_give(reference, calls, observed):
             continue
         differences = [
             *_written_between(calls, instance),
@@ -200,7 +206,7 @@ def explain_inputs(
         found = [
             one
             for one, corrected in differences
-            if corrected is None or not _gives(reference, corrected, observed)
+            if corrected is None or not _losses_give(reference, corrected, observed)
         ]
         if found:
             return any_of(found)
@@ -229,7 +235,7 @@ def _passes(
         yield list(chain.from_iterable(calls[number - 1 :: number] for calls in sent))
 
 
-def _gives(reference: Reference, calls: Sequence[LossCall], observed: Vector) -> bool:
+def _losses_give(reference: Reference, calls: Sequence[LossCall], observed: Vector) -> bool:
     """Whether the losses, computed again as they were called, have a gradient.
 
     Ranks add up their gradients, or average them, as DistributedDataParallel does.
@@ -299,7 +305,7 @@ def _completed(
         call,
         batch=map_leaves(lambda t: given.get(next(names), t), own),
         parameters={name: p.detach() for name, p in right.named_parameters()},
-        training=modes_of(right),
+        training=train_modes(right),
     )
 
 
@@ -309,7 +315,7 @@ def _differences(
     """Yield the diagnosis of each input that is not the contract's, and the calls with it
     corrected.
     """
-    right = modes_of(model)
+    right = train_modes(model)
     if any(call.training != right for call in calls):
         yield (
             Diagnosis("wrong-mode", _mode_text(calls)),
@@ -321,7 +327,7 @@ def _differences(
             Diagnosis("other-parameters", _moved_text(start, moved, calls)),
             [replace(call, parameters=start) for call in calls],
         )
-    if (split := _split(instance, members, calls)) is not None:
+    if (split := _diagnosis_of_parts(instance, members, calls)) is not None:
         yield split, None
     elif changed := _changed_text(instance, members, calls):
         yield Diagnosis("changed-batch", changed), None
@@ -344,10 +350,10 @@ def _written_between(
     )
     right = "and the gradient is right for what stood there at the backward"
     if batch:
-        text = f"the memory of {listed([*batch])} is written again {when}, {right}"
+        text = f"the memory of {first_of([*batch])} is written again {when}, {right}"
         yield Diagnosis("changed-batch", text, causes=("written",)), kept
     if parameters:
-        text = f"{listed([*parameters])} are written {when}, without autograd's notice, {right}"
+        text = f"{first_of([*parameters])} are written {when}, without autograd's notice, {right}"
         yield Diagnosis("stale-parameters", text, causes=("written",)), kept
 
 
@@ -360,7 +366,7 @@ def _mode_text(calls: Sequence[LossCall]) -> str:
         else f"{number} of the window's {len(calls)} losses"
     )
     names = list(dict.fromkeys(chain.from_iterable(off)))
-    where = "" if "" in names else f" in {listed(names)}"
+    where = "" if "" in names else f" in {first_of(names)}"
     is_off = [call for call, names in zip(calls, off, strict=True) if names]
     return (
         f"{which} {'is' if number == 1 < len(calls) else 'are'} computed in eval mode{where}"
@@ -376,7 +382,7 @@ def _on_ranks(chosen: Sequence[LossCall], calls: Sequence[LossCall]) -> str:
     ranks = sorted({call.rank for call in chosen})
     if len(ranks) == len({call.rank for call in calls}):
         return ""
-    return f", on rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}"
+    return f", on rank{'s' if len(ranks) > 1 else ''} {first_of(ranks)}"
 
 
 @dataclass(frozen=True)
@@ -416,13 +422,13 @@ def _moved_text(
     where = _on_ranks([one.call for one in moved], calls)
     where = f"{where}," if where else ""
     return (
-        f"the losses are computed{where} at other values of {listed(names)} than those that the step"
+        f"the losses are computed{where} at other values of {first_of(names)} than those that the step"
         f" changes ({shown.name} has an element {shown.value.flatten()[at]:.6g} in place of"
         f" {own.flatten()[at]:.6g}), and the gradient is right there"
     )
 
 
-def _split(
+def _diagnosis_of_parts(
     instance: Instance, members: Sequence[int], calls: Sequence[LossCall]
 ) -> Diagnosis | None:
     """Return the diagnosis of wrong weights where the batches are parts of the window's
@@ -438,7 +444,7 @@ def _split(
     for j in set(owners):
         own = [weight for owner, weight in zip(owners, weights, strict=True) if owner == j]
         if instance.problem.reduction == "sum" or not np.allclose(own, own[0], rtol=CLOSE):
-            sentence = f"{split}parts weigh {listed([f'{w:.6g}' for w in weights], 4)}"
+            sentence = f"{split}parts weigh {first_of([f'{w:.6g}' for w in weights], 4)}"
             return Diagnosis("unequal-items", sentence, causes=("parts",))
     return Diagnosis(
         "mean-of-means",
@@ -466,8 +472,8 @@ def _owners_of_parts(
     at = 0
     for call in calls:
         given = dict(named_leaves(call.batch))
-        items = len(next(leaves(call.batch), ()))
-        while at < len(due) and not _equal(given, dict(named_leaves(part(*due[at], items)))):
+        items = len(next(tensor_leaves(call.batch), ()))
+        while at < len(due) and not _same_state(given, dict(named_leaves(part(*due[at], items)))):
             if instance.count(part(*due[at], 1)):
                 return None
             at += 1
@@ -486,20 +492,20 @@ def _changed_text(
     yielded = [dict(named_leaves(instance.batch(items))) for items in plan.cuts]
     for place, call in enumerate(calls):
         given = dict(named_leaves(call.batch))
-        if any(_equal(given, own) for own in yielded):
+        if any(_same_state(given, own) for own in yielded):
             continue
         index = members[min(place, len(members) - 1)]
         own = yielded[index]
-        items = len(next(leaves(call.batch), ()))
+        items = len(next(tensor_leaves(call.batch), ()))
         due = plan.micro_batches[index]
         what = f"{items} items in place of {due}"
         if items == due:
             off = [
                 name
                 for name in own
-                if name not in given or not _equal({"": given[name]}, {"": own[name]})
+                if name not in given or not _same_state({"": given[name]}, {"": own[name]})
             ]
-            what = f"other values in {listed(off)}"
+            what = f"other values in {first_of(off)}"
         return (
             "a loss is computed from a batch that the loader does not yield: where micro-batch"
             f" {index} is due, it has {what}, and the gradient is right for that batch"
@@ -507,7 +513,7 @@ def _changed_text(
     return None
 
 
-def _equal(given: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> bool:
+def _same_state(given: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> bool:
     return given.keys() == own.keys() and all(
         t.shape == own[name].shape
         and t.dtype == own[name].dtype
@@ -576,13 +582,13 @@ def explain_foreign(e: Evidence, found: Diagnosis) -> Diagnosis:
     for calls in recorded.sent(e.step):
         for call in calls:
             given = dict(named_leaves(call.batch))
-            equal = {j for j, own in enumerate(yielded) if _equal(given, own)}
+            equal = {j for j, own in enumerate(yielded) if _same_state(given, own)}
             # a batch that two windows have alike tells nothing
             again |= set() if equal & {*e.window.members} else equal
     if not again:
         return found
     sentence = (
-        f"{found.sentence}; the losses of micro-batches {listed(sorted(again))} are sent backward"
+        f"{found.sentence}; the losses of micro-batches {first_of(sorted(again))} are sent backward"
         " for this step once more"
     )
     return replace(found, sentence=sentence, causes=("sent-again",))
@@ -630,7 +636,7 @@ def explain_module_hooks(e: Evidence, hooked: Sequence[str]) -> Diagnosis | None
     if not bool((off <= e.comparison.allowed).all()):
         return None
     text = (
-        f"the backward hooks of {listed([*hooked])} change what goes further backward: without"
+        f"the backward hooks of {first_of([*hooked])} change what goes further backward: without"
         " them the gradient is right"
     )
     return Diagnosis("not-linear", text, causes=("module-hook",))
@@ -694,7 +700,7 @@ class Evidence:
     """
 
     comparison: Comparison
-    window: Window
+    window: WindowReference
     epoch: int
     runner: LoopRunner
     known_calls: tuple[RecordedLosses, Vector | None] | None = None
@@ -729,7 +735,7 @@ class Evidence:
     @cached_property
     def small(self) -> Vector | None:
         """(P,): the gradient at the step with a loss 2**-20 times as large."""
-        outcome = self.runner.run(scaled(self.instance, SMALL_SCALE))
+        outcome = self.runner.run(scaled_loss(self.instance, SMALL_SCALE))
         return (
             None if outcome is None else gradient_of_step(outcome, self.window.reference, self.step)
         )

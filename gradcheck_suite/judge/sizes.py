@@ -77,7 +77,7 @@ class Sizes:
         """Whether large gradients alone are wrong."""
         if self.small is None:
             return bool(np.abs(self.expected).max() > 1)
-        return near(self.small / SMALL_SCALE, self.expected, self.exact)
+        return are_close(self.small / SMALL_SCALE, self.expected, self.exact)
 
     @property
     def small_alone(self) -> bool:
@@ -85,7 +85,9 @@ class Sizes:
         return self.small is None and bool(np.abs(self.expected).max() < 1)
 
 
-def near(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64], tolerance: float = EXACT) -> bool:
+def are_close(
+    a: npt.NDArray[np.float64], b: npt.NDArray[np.float64], tolerance: float = EXACT
+) -> bool:
     """Return whether two gradients are equal, up to a share of the second one's largest element."""
     largest = np.abs(b).max(initial=0.0)
     return bool(np.allclose(a, b, rtol=tolerance, atol=tolerance * largest))
@@ -93,7 +95,7 @@ def near(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64], tolerance: floa
 
 def is_linear(observed: Vector, with_small_loss: Vector, tolerance: float = EXACT) -> bool:
     """Return whether the gradient with the small loss is the gradient, as much smaller as the loss."""
-    return near(with_small_loss / SMALL_SCALE, observed, max(tolerance, EXACT))
+    return are_close(with_small_loss / SMALL_SCALE, observed, max(tolerance, EXACT))
 
 
 def size_text(elements: Vector) -> str:
@@ -134,7 +136,7 @@ def _of_second_order(s: Sizes) -> str | None:
     extra = s.observed - s.expected
     if s.small is None or not extra.any():
         return None
-    if not near(s.small / SMALL_SCALE - s.expected, SMALL_SCALE * extra, SECOND_ORDER):
+    if not are_close(s.small / SMALL_SCALE - s.expected, SMALL_SCALE * extra, SECOND_ORDER):
         return None
     return (
         "a term that grows with the square of the loss is added to the gradient (up to"
@@ -178,7 +180,7 @@ def _lost(s: Sizes) -> str | None:
     rest = ~lost
     if (
         s.small is not None
-        and near(s.observed[rest], s.expected[rest], s.exact)
+        and are_close(s.observed[rest], s.expected[rest], s.exact)
         and not s.small[lost].any()
     ):
         return (
@@ -214,7 +216,7 @@ def _stays(s: Sizes) -> bool:
 def _threshold(s: Sizes) -> str:
     pivot = int(np.argmax(np.abs(s.expected)))
     factor = s.observed[pivot] / s.expected[pivot]
-    if near(s.observed, factor * s.expected, s.exact):
+    if are_close(s.observed, factor * s.expected, s.exact):
         how = "by norm or by value" if _is_one_size(s.observed[s.observed != 0]) else "by norm"
         return (
             f"the whole gradient, of norm {np.linalg.norm(s.expected):.4g}, is {factor:.3g} times"
@@ -235,7 +237,7 @@ def _threshold(s: Sizes) -> str:
 
 
 def _is_one_size(values: Vector) -> bool:
-    return near(np.abs(values), np.full_like(values, abs(values[0])))
+    return are_close(np.abs(values), np.full_like(values, abs(values[0])))
 
 
 def _norm(gradient: Vector) -> str:
@@ -243,7 +245,7 @@ def _norm(gradient: Vector) -> str:
 
 
 def _is_of_any_size(s: Sizes) -> bool:
-    return s.small is not None and near(s.small, s.observed, s.exact)
+    return s.small is not None and are_close(s.small, s.observed, s.exact)
 
 
 def _reaches_further(s: Sizes) -> bool:
@@ -296,7 +298,7 @@ def _added(s: Sizes) -> str | None:
     if (
         s.small is None
         or not extra.any()
-        or not near(extra, s.small - SMALL_SCALE * s.expected, s.exact)
+        or not are_close(extra, s.small - SMALL_SCALE * s.expected, s.exact)
     ):
         return None
     if s.parameters is not None and s.parameters.any():
@@ -307,7 +309,7 @@ def _added(s: Sizes) -> str | None:
         telling = np.count_nonzero(there) > 1 or np.isclose(
             factor, float(f"{factor:.2g}"), rtol=1e-6, atol=0
         )
-        is_multiple = near(extra[there], factor * s.parameters[there])
+        is_multiple = are_close(extra[there], factor * s.parameters[there])
         decays = is_multiple and within(extra[~there], 0, noise)
         if there.any() and telling and decays:
             return (

@@ -98,14 +98,14 @@ class HeldSteps:
         return steps if exact else []
 
 
-def run_of(plan: Plan, steps: Iterable[Vector]) -> HeldSteps:
+def held_steps(plan: Plan, steps: Iterable[Vector]) -> HeldSteps:
     """Return which micro-batches each step held, given the weight of each item, (total items,) for
     each step.
     """
     return HeldSteps(plan, [frozenset(held_by(plan, items)) for items in steps])
 
 
-def shown(run: HeldSteps) -> str:
+def held_text(run: HeldSteps) -> str:
     """Return what the steps held, in words; of many, those around the first that is wrong."""
     texts = [
         f"[{ranges_text(sorted(step))}]" if len(step) > SHOWN else str(sorted(step))
@@ -151,7 +151,7 @@ def _repeats(run: HeldSteps) -> bool:
     return len(run.held) > len(run.right) and distinct == [step for step, _ in groupby(run.right)]
 
 
-def _is_part(run: HeldSteps) -> bool:
+def _has_missing_steps(run: HeldSteps) -> bool:
     remaining = iter(run.right)
     return 0 < len(run.held) < len(run.right) and all(step in remaining for step in run.held)
 
@@ -359,7 +359,7 @@ PREDICATES = (
     ),
     StepPredicate(
         "dropped-window",
-        _is_part,
+        _has_missing_steps,
         lambda run: True,
         _dropped_text,
         causes=lambda run: ("ranks",) if _stops_with_a_rank(run) else (),
@@ -479,7 +479,7 @@ def _explained(instance: Instance, outcome: Outcome, runner: LoopRunner, asked: 
         # same from outside
         name = f"{name} or skipped-by-size"
         sentence = f"{sentence}; or: steps are skipped because gradients overflow"
-    details = f"; {shown(own)}" if own.held and len(own.held) == taken else ""
+    details = f"; {held_text(own)}" if own.held and len(own.held) == taken else ""
     return Diagnosis(name, asked + sentence + details, causes=found.causes)
 
 
@@ -515,7 +515,7 @@ def _named_by_two(own: HeldSteps, separating: HeldSteps | None) -> Diagnosis:
 
 def _run_on(probe: WeightProbe, runner: LoopRunner) -> HeldSteps | None:
     run = probe.observed(runner)
-    return None if run is None else run_of(probe.plan, run.steps)
+    return None if run is None else held_steps(probe.plan, run.steps)
 
 
 def _by_values(instance: Instance, outcome: Outcome, asked: str) -> Diagnosis:
@@ -531,8 +531,8 @@ def _by_values(instance: Instance, outcome: Outcome, asked: str) -> Diagnosis:
         return Diagnosis(
             "skipped-by-size", f"{sentence}, so it skips steps by the values of gradients or losses"
         )
-    taken = run_of(case.plan, gradients_of_steps(outcome)).held
-    due = [*zip(run_of(case.plan, ()).windows, expected_gradients(case), strict=True)]
+    taken = held_steps(case.plan, gradients_of_steps(outcome)).held
+    due = [*zip(held_steps(case.plan, ()).windows, expected_gradients(case), strict=True)]
     finite = [right for window, right in due if window not in taken and np.isfinite(right).all()]
     if not finite:
         return NO_STEP

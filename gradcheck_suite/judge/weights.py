@@ -262,7 +262,7 @@ def factor_text(factor: float) -> str:
     return f"1 {'+' if off > 0 else '-'} {abs(off):.3g}" if 0 < abs(off) < 1e-5 else f"{factor:.6g}"
 
 
-def listed(names: Sequence[object], shown: int = 3) -> str:
+def first_of(names: Sequence[object], shown: int = 3) -> str:
     """Return a list in words, cut after a few."""
     text = ", ".join(str(name) for name in names[:shown])
     return text + (f" and {len(names) - shown} more" if len(names) > shown else "")
@@ -328,7 +328,7 @@ def trial_weights(w: Weights) -> Iterator[Array]:
     """
     right = [_of_window(w, i) for i in range(len(w.windows))]
     own = right[w.index or 0]
-    yield from _of_other_windows(w, right)
+    yield from _weights_of_other_windows(w, right)
     size = len(w.window)
     numbers = (w.accumulation_steps, size, w.window_count, w.world_size)
     for factor in {float(n) for n in numbers} - {1.0}:
@@ -336,7 +336,7 @@ def trial_weights(w: Weights) -> Iterator[Array]:
         yield own / factor
     yield -own
     yield from _of_means(w, own)
-    yield from _of_ranks(w, own)
+    yield from _weights_of_ranks(w, own)
     if size > 1:
         for j in w.inside:
             single = _only(own, j)
@@ -351,7 +351,7 @@ def _only(weights: Array, micro_batch: int) -> Array:
     return single
 
 
-def _of_other_windows(w: Weights, right: Sequence[Array]) -> Iterator[Array]:
+def _weights_of_other_windows(w: Weights, right: Sequence[Array]) -> Iterator[Array]:
     """Yield another window's weights, or the own ones with what others left behind."""
     index = w.index or 0
     own = right[index]
@@ -381,7 +381,7 @@ def _of_means(w: Weights, own: Array) -> Iterator[Array]:
                 yield base - single
 
 
-def _of_ranks(w: Weights, own: Array) -> Iterator[Array]:
+def _weights_of_ranks(w: Weights, own: Array) -> Iterator[Array]:
     """Yield the weights of one rank alone, and those of ranks that divide by their own counts."""
     for rank in set(w.owners):
         yield np.where(np.array(w.owners) == rank, own, 0.0)

@@ -242,7 +242,7 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Answer:
+class HeadlineAnswer:
     """One of the four answers of the first screen.
 
     Attributes:
@@ -289,7 +289,7 @@ class Report:
     name: str
     subtitle: str
     made: str
-    answers: tuple[Answer, ...]
+    answers: tuple[HeadlineAnswer, ...]
     sections: tuple[Section, ...]
     environments: tuple[tuple[tuple[str, str], ...], ...] = ()
     problems: tuple[str, ...] = ()
@@ -303,7 +303,7 @@ class Report:
         return {tab: tab.capitalize() for tab in (*before, *last)}
 
 
-def shown(value: Cell) -> str:
+def cell_text(value: Cell) -> str:
     """Return a cell as text: numbers with three digits, nothing as a dash."""
     if value is None:
         return "-"
@@ -316,7 +316,7 @@ def shown(value: Cell) -> str:
     return value
 
 
-def to_json(report: Report) -> dict[str, Any]:
+def report_json(report: Report) -> dict[str, Any]:
     """Return the report as JSON-ready data, without the specifications of the plots."""
     data = _without_plots(asdict(report))
     environments = [dict(environment) for environment in report.environments]

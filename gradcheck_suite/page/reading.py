@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from gradcheck_suite.core.records import Data, Kind, Record, read_records
+from gradcheck_suite.core.records import Data, Record, RecordKind, read_records
 from gradcheck_suite.page.content import Matrix, Section, sources
 
 DEVICES = {"cpu": "CPU", "cuda": "GPU"}
@@ -60,7 +60,7 @@ class Records:
         beside: texts that no command made, as records, by the name that a part has as its kind.
     """
 
-    kinds: Mapping[str, Kind]
+    kinds: Mapping[str, RecordKind]
     by_kind: Mapping[str, list[Record]]
     problems: tuple[str, ...] = ()
     beside: Mapping[str, list[Record]] = field(default_factory=dict)
@@ -126,7 +126,7 @@ class Part:
         )
 
 
-def read_all(reports: Path, kinds: Mapping[str, Kind]) -> Records:
+def read_all(reports: Path, kinds: Mapping[str, RecordKind]) -> Records:
     """Read every record of some kinds."""
     found: dict[str, list[Record]] = {}
     problems: list[str] = []

@@ -21,7 +21,16 @@ from typing import TYPE_CHECKING, Any
 
 from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.page.charts import LIGHT, config, style_sheet, with_palette
-from gradcheck_suite.page.content import Answer, Cell, Claim, Figure, Report, Section, Table, shown
+from gradcheck_suite.page.content import (
+    Cell,
+    Claim,
+    Figure,
+    HeadlineAnswer,
+    Report,
+    Section,
+    Table,
+    cell_text,
+)
 from gradcheck_suite.page.violation import ViolationPage
 
 if TYPE_CHECKING:
@@ -146,7 +155,7 @@ def _code(content: str) -> str:
     return re.sub(r"[`\n<>]", " ", content)
 
 
-def _plain(content: str) -> str:
+def _escaped(content: str) -> str:
     """Return text in which Markdown and HTML see nothing but text; backticks in pairs stay code."""
     parts = re.split(r"(`[^`\n<>|]+`)", content)
     return "".join(
@@ -155,7 +164,7 @@ def _plain(content: str) -> str:
 
 
 def _cell(content: str) -> str:
-    return _plain(content).replace("|", "\\|").replace("\n", "<br>")
+    return _escaped(content).replace("|", "\\|").replace("\n", "<br>")
 
 
 # The report, or violations alone, as one HTML file that opens offline.
@@ -244,11 +253,11 @@ def violations_html(violations: Sequence[ViolationPage], lines: Sequence[str]) -
 
 
 def _html(
-    template: str, parts: Iterable[Answer | Section | Claim | ViolationPage], **values: Any
+    template: str, parts: Iterable[HeadlineAnswer | Section | Claim | ViolationPage], **values: Any
 ) -> str:
     figures = chain.from_iterable(part.figures for part in parts)
     specs = {figure.key: figure.spec for figure in figures}
-    scripts = [*vendored().values(), *(_text("templates", name) for name in SCRIPTS)]
+    scripts = [*vendored().values(), *(_resource_text("templates", name) for name in SCRIPTS)]
     plots = {"config": config(), "specs": specs}
     from markupsafe import Markup
 
@@ -257,7 +266,7 @@ def _html(
         .get_template(template)
         .render(
             **values,
-            style=Markup(style_sheet() + _text("templates", "page.css")),
+            style=Markup(style_sheet() + _resource_text("templates", "page.css")),
             scripts=[Markup(_checked_script(script)) for script in scripts],
             policy=_policy(scripts),
             plots=Markup(json_for_script(plots)),
@@ -270,8 +279,8 @@ def vendored() -> dict[str, str]:
     """Return the vendored scripts by file name, in the order in which they load, without references
     to source maps.
     """
-    names = tomllib.loads(_text("vendor", "vendor.toml"))
-    return {name: _SOURCE_MAP.sub("", _text("vendor", name)) for name in names}
+    names = tomllib.loads(_resource_text("vendor", "vendor.toml"))
+    return {name: _SOURCE_MAP.sub("", _resource_text("vendor", name)) for name in names}
 
 
 def json_for_script(data: Any) -> str:
@@ -301,7 +310,7 @@ def _policy(scripts: Iterable[str]) -> str:
     )
 
 
-def _text(*path: str) -> str:
+def _resource_text(*path: str) -> str:
     return resources.files("gradcheck_suite.page").joinpath(*path).read_text(encoding="utf-8")
 
 
@@ -310,15 +319,15 @@ def _environment() -> jinja2.Environment:
     from markupsafe import Markup, escape
 
     environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(lambda name: _text("templates", name)),
+        loader=jinja2.FunctionLoader(lambda name: _resource_text("templates", name)),
         autoescape=lambda name: not str(name).endswith(".md.j2"),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"text": _plain, "cell": _cell, "code": _code}
+    environment.filters |= {"text": _escaped, "cell": _cell, "code": _code}
     environment.globals |= {
-        "shown": shown,
+        "shown": cell_text,
         "static": static,
         "cell_class": cell_class,
         "is_number": _is_number,

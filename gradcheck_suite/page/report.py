@@ -11,10 +11,10 @@ from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
 
-from gradcheck_suite.core.records import KINDS, Data, Kind, Record, run_of
+from gradcheck_suite.core.records import KINDS, Data, Record, RecordKind, audited_script
 from gradcheck_suite.core.results import result_from_json
 from gradcheck_suite.page import verdicts
-from gradcheck_suite.page.content import Answer, Report, Section, machine_text, sources
+from gradcheck_suite.page.content import HeadlineAnswer, Report, Section, machine_text, sources
 from gradcheck_suite.page.reading import (
     Facts,
     Pairs,
@@ -54,10 +54,10 @@ class _Judged:
     record: Record
 
 
-def _judged(records: Records) -> list[_Judged]:
+def _judged_runs(records: Records) -> list[_Judged]:
     """Return what was judged, oldest first."""
     found = [
-        _Judged(run_of(record.data)[0], record.data, record)
+        _Judged(audited_script(record.data)[0], record.data, record)
         for record in (*records.of("verify"), *records.of("audit"))
     ]
     for record in records.of("trainer"):
@@ -68,14 +68,14 @@ def _judged(records: Records) -> list[_Judged]:
     return sorted(found, key=lambda judged: judged.record.time)
 
 
-def own_verdicts(records: Records) -> tuple[Answer, ...]:
+def own_verdicts(records: Records) -> tuple[HeadlineAnswer, ...]:
     """Return the verdicts on loops and scripts, by commit, the worst first, and what changed.
 
     Nothing without any.
     """
     found: dict[str, dict[str, Data]] = {}
     runs: dict[str, str] = {}
-    judged = _judged(records)
+    judged = _judged_runs(records)
     if not judged:
         return ()
     for one in judged:
@@ -94,7 +94,7 @@ def own_verdicts(records: Records) -> tuple[Answer, ...]:
     since = f" Since the run before: {'; '.join(turned)}." if turned else ""
     # the newest first: a telephone shows the first columns
     columns = dict(reversed(list(runs.items())[-MOST_RUNS:]))
-    answer = Answer(
+    answer = HeadlineAnswer(
         "own",
         "Do your loops and scripts hold?",
         brief,
@@ -138,7 +138,7 @@ def _audited(records: Records) -> Iterable[ViolationPage]:
     """Yield the violations of the newest audit of each script."""
     for number, record in enumerate(records.newest("audit")):
         for i, violation in enumerate(result_from_json(record.data).violations):
-            script = run_of(record.data)[0]
+            script = audited_script(record.data)[0]
             where = machine_text(record.environment)
             yield violation_page(violation, loop=script, name=f"audit-{number}-{i}", machine=where)
 
@@ -150,14 +150,14 @@ Heading = tuple[str, str, str]
 """Title, name and subtitle of a page."""
 
 
-def _heading(reports: Path, answers: tuple[Answer, ...]) -> Heading:
+def _heading(reports: Path, answers: tuple[HeadlineAnswer, ...]) -> Heading:
     project = reports.resolve().parent.name
     said = answers[0].brief if answers else "nothing was judged yet"
     return f"{project}: {said}", project, "verdicts of gradcheck-suite"
 
 
 @dataclass(frozen=True)
-class Contents:
+class ReportContents:
     """What a report is made of.
 
     Attributes:
@@ -170,16 +170,16 @@ class Contents:
         beside: texts of the folder that no command made, by the name that a part has as its kind.
     """
 
-    kinds: Mapping[str, Kind]
+    kinds: Mapping[str, RecordKind]
     parts: tuple[Part, ...]
-    answers: Callable[[Records], tuple[Answer, ...]]
-    heading: Callable[[Path, tuple[Answer, ...]], Heading]
+    answers: Callable[[Records], tuple[HeadlineAnswer, ...]]
+    heading: Callable[[Path, tuple[HeadlineAnswer, ...]], Heading]
     violations: Callable[[Records], Iterable[ViolationPage]] = lambda _: ()
     prepared: Callable[[Records], Records] = lambda records: records
     beside: Callable[[Path], Mapping[str, list[Record]]] = lambda _: {}
 
 
-OWN = Contents(
+OWN = ReportContents(
     KINDS,
     # what a project never asked has no section
     tuple(
@@ -193,13 +193,13 @@ OWN = Contents(
 """The report on the records of one's own loops, scripts and trainers."""
 
 
-def build(reports: Path, contents: Contents = OWN) -> Report:
+def build(reports: Path, contents: ReportContents = OWN) -> Report:
     """Build a report from the records under a folder.
 
     A record that cannot be read is left out and named.
     """
 
-    def made(records: Records) -> tuple[tuple[Answer, ...], tuple[Section, ...]]:
+    def made(records: Records) -> tuple[tuple[HeadlineAnswer, ...], tuple[Section, ...]]:
         records = contents.prepared(records)
         answered = contents.answers(records)
         sections = [section for section in (p.section(records) for p in contents.parts) if section]
@@ -235,7 +235,7 @@ SMALLEST = 0.1
 Fact = str | float | None
 
 
-def compared(old: Path, new: Path, contents: Contents = OWN) -> list[str]:
+def compared(old: Path, new: Path, contents: ReportContents = OWN) -> list[str]:
     """Return what changed between the records of two folders, a line each, and which records could
     not be read.
     """
@@ -250,7 +250,7 @@ def compared(old: Path, new: Path, contents: Contents = OWN) -> list[str]:
 
     before, records_before = made_from(read_all(old, contents.kinds), facts)
     after, records_after = made_from(read_all(new, contents.kinds), facts)
-    lines = _changes(before, after)
+    lines = _differing_facts(before, after)
     for folder, records in ((old, records_before), (new, records_after)):
         lines += [
             f"left out: {folder}: {problem.removesuffix('; left out')}"
@@ -259,7 +259,7 @@ def compared(old: Path, new: Path, contents: Contents = OWN) -> list[str]:
     return lines
 
 
-def _changes(old: Mapping[str, Facts], new: Mapping[str, Facts]) -> list[str]:
+def _differing_facts(old: Mapping[str, Facts], new: Mapping[str, Facts]) -> list[str]:
     """Return every difference between the facts of two folders as a line, below the name of its
     kind.
 

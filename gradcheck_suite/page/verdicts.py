@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 from gradcheck_suite.core.case import DTYPES
-from gradcheck_suite.core.records import Data, Record, run_of
+from gradcheck_suite.core.records import Data, Record, audited_script
 from gradcheck_suite.core.results import Violation, result_from_json
 from gradcheck_suite.core.text import counted, cut_text, violation_title
 from gradcheck_suite.loops.jax_modes import JAX_MODES
@@ -18,9 +18,9 @@ from gradcheck_suite.loops.trainers import TRAINERS
 from gradcheck_suite.loops.trainers.trainer import MODEL
 from gradcheck_suite.page.charts import counts_plot
 from gradcheck_suite.page.content import (
-    Answer,
     Cell,
     Figure,
+    HeadlineAnswer,
     Matrix,
     Section,
     Source,
@@ -102,7 +102,9 @@ def _verification(newest: list[Record]) -> Section:
         " in float64 by torch and by JAX."
     ]
     if disagreements:
-        text.append(f"{disagreement(datas)}, which is no loop's fault. A table below says where.")
+        text.append(
+            f"{disagreement_clause(datas)}, which is no loop's fault. A table below says where."
+        )
     return Section(
         text=tuple(text),
         matrices=(verdict_matrix(newest),),
@@ -116,7 +118,7 @@ def _verification_row(data: Data, datas: Sequence[Data]) -> dict[str, Cell]:
     return {
         "loop": str(data.get("loop", "?")),
         "verdict": str(data.get("verdict", "?")),
-        "cases judged": _judged(data),
+        "cases judged": _number_judged(data),
         "dtype": str(data.get("dtype", "")),
         "device": str(data.get("device", "")),
         "optimizer": data.get("optimizer"),
@@ -152,7 +154,7 @@ def _worst_of_each_place(
     rows: dict[str, dict[Place, Data]] = {}
     for data in datas:
         loop = str(data.get("loop", "?"))
-        place = place_of(data)
+        place = dtype_and_device(data)
         row = rows.setdefault(title if loop in together else loop, {})
         # one place has several verdicts: several optimizers, problems, or modes in one row
         if place not in row or _badness(data) > _badness(row[place]):
@@ -166,7 +168,7 @@ def _column_titles(rows: Sequence[Row], places: Sequence[Place]) -> dict[Place, 
     for place in places:
         title = f"{place[0]} {device_name(place[1])}"
         below = [row[place] for row in rows if place in row]
-        judged = {_judged(data) for data in below if _holds(data)}
+        judged = {_number_judged(data) for data in below if _holds(data)}
         if judged:
             more = "+" if len(judged) > 1 else ""
             title += f"\N{NO-BREAK SPACE}({min(judged):,}{more})"
@@ -232,7 +234,7 @@ def found_by(data: Data) -> list[str]:
     return [str(each) for each in data.get("findings") or ()]
 
 
-def disagreement(datas: Sequence[Data]) -> str:
+def disagreement_clause(datas: Sequence[Data]) -> str:
     """Return in how many gradients torch and JAX disagree, as a clause; empty if they agree."""
     count = len(set(chain.from_iterable(map(found_by, datas))))
     return f"In {counted(count, 'gradient')} torch and JAX disagree" if count else ""
@@ -244,7 +246,7 @@ def share_text(ratio: float) -> str:
     return next((text for text in texts if ratio >= 1 or text != "1"), "almost 1")
 
 
-def place_of(data: Data) -> tuple[str, str]:
+def dtype_and_device(data: Data) -> tuple[str, str]:
     """Return the dtype and the device of a verdict."""
     return str(data.get("dtype", "?")), str(data.get("device", "?"))
 
@@ -272,7 +274,7 @@ def _badness(data: Data) -> tuple[bool, bool, float]:
     )
 
 
-def _judged(data: Data) -> int:
+def _number_judged(data: Data) -> int:
     return int(data.get("judged", data.get("cases", 0)))
 
 
@@ -281,7 +283,7 @@ def _judged_text(datas: Sequence[Data]) -> str:
 
     Each row judges cases of its own, which may reach a layer each.
     """
-    judged = [_judged(data) for data in datas]
+    judged = [_number_judged(data) for data in datas]
     what = "loops" if len({data.get("loop") for data in datas}) == len(datas) else "verdicts"
     each = f"{judged[0]:,} cases for each of" if len(set(judged)) == 1 else "the sum over"
     return f"of {sum(judged):,} judged: {each} {len(judged)} {what}"
@@ -344,7 +346,7 @@ def _audits(newest: list[Record]) -> Section:
     violated = sum(data["verdict"] == "violated" for data in datas)
     runs: dict[str, dict[int, Data]] = {}
     for data in datas:
-        script, ranks = run_of(data)
+        script, ranks = audited_script(data)
         runs.setdefault(script, {})[ranks] = data
     numbers_of_ranks = sorted(set(chain.from_iterable(runs.values())))
     return Section(
@@ -371,7 +373,7 @@ def _audits(newest: list[Record]) -> Section:
 
 
 def _audit_row(data: Data, datas: Sequence[Data]) -> dict[str, Cell]:
-    script, ranks = run_of(data)
+    script, ranks = audited_script(data)
     found = result_from_json(data).violation
     return {
         "script": script,
@@ -401,7 +403,7 @@ def verdict_cell(data: Data | None) -> Tone:
 
 
 def _audit_facts(data: Data) -> Facts:
-    script, ranks = run_of(data)
+    script, ranks = audited_script(data)
     return {f"{script} on {ranks} ranks" if ranks > 1 else script: outcome(data)}
 
 
@@ -422,8 +424,10 @@ def _trainers(newest: list[Record]) -> Section:
         if data["question"].startswith(MODEL):
             models.append(data)
         else:
-            answers.setdefault((data["trainer"], _version(data)), {})[data["question"]] = data
-    violated = sum(any(_violation(data) for data in row.values()) for row in answers.values())
+            answers.setdefault((data["trainer"], _package_version(data)), {})[data["question"]] = (
+                data
+            )
+    violated = sum(any(_violation_of(data) for data in row.values()) for row in answers.values())
     ran = sum(any(data["result"] is not None for data in row.values()) for row in answers.values())
     questions = list(dict.fromkeys(chain.from_iterable(answers.values())))
     asked = table(
@@ -455,10 +459,10 @@ def _trainers(newest: list[Record]) -> Section:
 
 
 def _model_row(data: Data) -> dict[str, Cell]:
-    violation = _violation(data)
+    violation = _violation_of(data)
     return {
         "model": data["question"].removeprefix(MODEL),
-        "version": _version(data),
+        "version": _package_version(data),
         "verdict": _verdict(data),
         "what its gradient is": violation.explanation.partition(": ")[0] if violation else None,
     }
@@ -473,7 +477,7 @@ def _trainers_matrix(answers: Answers, questions: Sequence[str]) -> Matrix:
         if data is None or data["result"] is None:
             why = _why_not_asked(trainer, question, data)
             return "none", (f"not asked ({reasons.setdefault(why, str(len(reasons) + 1))})",)
-        violation = _violation(data)
+        violation = _violation_of(data)
         return ("good", ("holds",)) if violation is None else ("bad", (violation.diagnosis,))
 
     found = matrix_of(
@@ -516,10 +520,10 @@ def _models_text(models: Sequence[Data]) -> list[str]:
     versions: dict[str, list[Data]] = {}
     for data in models:
         if data["result"] is not None:
-            versions.setdefault(_version(data), []).append(data)
+            versions.setdefault(_package_version(data), []).append(data)
     found = []
     for version, mine in versions.items():
-        wrong = Counter(v.diagnosis for v in map(_violation, mine) if v is not None)
+        wrong = Counter(v.diagnosis for v in map(_violation_of, mine) if v is not None)
         sentence = (
             f"Of {len(mine)} models under the Trainer of {version}, {len(mine) - wrong.total()}"
             " hold"
@@ -531,18 +535,18 @@ def _models_text(models: Sequence[Data]) -> list[str]:
     return found
 
 
-def _violation(data: Data) -> Violation | None:
+def _violation_of(data: Data) -> Violation | None:
     return data["result"] and result_from_json(data["result"]).violation
 
 
-def _version(data: Data) -> str:
+def _package_version(data: Data) -> str:
     return f"{data['package']} {data['version']}" if data["package"] else "own file"
 
 
 def _verdict(data: Data | None) -> Cell:
     if data is None or data["result"] is None:
         return None
-    violation = _violation(data)
+    violation = _violation_of(data)
     return (
         "holds" if violation is None else f"{violation.diagnosis} {cut_text(violation.case.plan)}"
     )
@@ -572,7 +576,7 @@ FIRST_PAGE = "Overview"
 
 def provenance(
     records: Records,
-    answers: Sequence[Answer],
+    answers: Sequence[HeadlineAnswer],
     sections: Iterable[Section],
     made_on: Sequence[Pairs],
 ) -> Section | None:
@@ -593,7 +597,7 @@ def provenance(
         for number, made in enumerate((*made_on, ()), 1):
             on_this_machine = (made,) if made else ()
             for source in sources(r for r in found if environments([r]) == on_this_machine):
-                titles = shown_in.get(_run(source), ())
+                titles = shown_in.get(_without_count(source), ())
                 rows.append(_run_row(source, machine=number, titles=titles))
     runs = table(
         "Every run behind this report",
@@ -632,7 +636,7 @@ def _titles_of_runs(
     shown_in: dict[Source, dict[str, None]] = {}
     for title, parts in screens:
         for source in parts:
-            shown_in.setdefault(_run(source), {})[title] = None
+            shown_in.setdefault(_without_count(source), {})[title] = None
     return shown_in
 
 
@@ -650,7 +654,7 @@ def _run_row(source: Source, *, machine: int, titles: Iterable[str]) -> dict[str
     }
 
 
-def _run(source: Source) -> Source:
+def _without_count(source: Source) -> Source:
     """Return a source without its count and its day, which differ where a part of its records is
     shown.
     """

@@ -46,7 +46,7 @@ def weights_plot(weights: Sequence[Weight]) -> Spec:
     """Return the expected and the observed weight of each item as bars."""
     rows = []
     for weight in weights:
-        for which, value in _numbers(weight).items():
+        for which, value in _numbers_of_weight(weight).items():
             # JSON has no infinity and no NaN, and no plot can show them
             shown = value if math.isfinite(value) else None
             row = {"micro-batch": micro_batch(weight), "which": which, "weight": shown}
@@ -67,7 +67,7 @@ def weights_plot(weights: Sequence[Weight]) -> Spec:
     return sized(found, width=90 * len(weights) + 60)
 
 
-def _numbers(weight: Weight) -> dict[str, float]:
+def _numbers_of_weight(weight: Weight) -> dict[str, float]:
     return dict(zip(WEIGHTS, (weight.observed, weight.expected), strict=True))
 
 
@@ -90,7 +90,7 @@ def elements_plot(part: Mapping[str, Any]) -> Spec:
                     "expected": expected,
                     "observed": observed,
                     "allowed": allowed,
-                    "off": size_of(expected, observed, allowed),
+                    "off": deviation_size(expected, observed, allowed),
                 }
             )
     quiet = {"ticks": False, "domain": False, "grid": False, "labelAngle": 0, "labelOverlap": True}
@@ -118,7 +118,7 @@ def elements_plot(part: Mapping[str, Any]) -> Spec:
     return sized(found, width=max(320, 2 * CELL * columns + 40))
 
 
-def size_of(expected: float | str, observed: float | str, allowed: float | str) -> str:
+def deviation_size(expected: float | str, observed: float | str, allowed: float | str) -> str:
     """Return how far an element is off, a key of `SIZES`.
 
     Numbers that JSON does not have are strings.
@@ -141,7 +141,7 @@ def micro_batch(weight: Weight) -> str:
 
 
 @dataclass(frozen=True)
-class Block:
+class MicroBatchBlock:
     """A micro-batch of the split.
 
     Attributes:
@@ -190,7 +190,7 @@ class ViolationPage:
     figures: tuple[Figure, ...]
     weights: Table | None
     source: Mapping[str, Any] | None = None
-    windows: tuple[tuple[Block, ...], ...] = ()
+    windows: tuple[tuple[MicroBatchBlock, ...], ...] = ()
     wrong: int | None = None
     details: tuple[str, ...] = ()
     case: tuple[str, ...] = ()
@@ -301,16 +301,16 @@ def _weights_table(weights: Sequence[Weight]) -> Table | None:
         {
             "micro-batch": micro_batch(w),
             "count": json_number(w.count),
-            **{name: json_number(value) for name, value in _numbers(w).items()},
+            **{name: json_number(value) for name, value in _numbers_of_weight(w).items()},
         }
         for w in weights
     ]
     return table("Weight of each item, by micro-batch", rows) if rows else None
 
 
-def _windows(plan: Plan) -> tuple[tuple[Block, ...], ...]:
+def _windows(plan: Plan) -> tuple[tuple[MicroBatchBlock, ...], ...]:
     blocks = [
-        Block(
+        MicroBatchBlock(
             j,
             items,
             j in plan.masked,

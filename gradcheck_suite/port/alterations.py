@@ -38,7 +38,7 @@ Options = Callable[..., Iterable[Any]] | Iterable[Any]
 
 
 @dataclass(frozen=True)
-class Row:
+class AlterationFamily:
     """Alterations that differ in the value of one parameter.
 
     Attributes:

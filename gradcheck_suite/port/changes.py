@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from gradcheck_suite.port.torch_program import Call, Change, Ref, fill, flat
+from gradcheck_suite.port.torch_program import Change, OperationCall, Ref, flat, with_tensors
 
 
 class NoArgumentError(AttributeError):
@@ -66,9 +66,9 @@ class Hypothesis:
             )
 
         def shifted(change: Change) -> Change:
-            def there(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
+            def there(call: OperationCall, args: Any, kwargs: Any, get: Any) -> Any:
                 # the change speaks of tensors by their places in the first call
-                own = fill((call.args, call.kwargs), lambda ref: moved(ref, -by))
+                own = with_tensors((call.args, call.kwargs), lambda ref: moved(ref, -by))
                 return change(
                     replace(call, args=own[0], kwargs=own[1]),
                     args,
@@ -92,7 +92,7 @@ def dense(value: Any) -> Any:
 class CallArguments:
     """The arguments of a call by their names in ATen's schema, with defaults."""
 
-    def __init__(self, call: Call, args: Sequence[Any], kwargs: Any) -> None:
+    def __init__(self, call: OperationCall, args: Sequence[Any], kwargs: Any) -> None:
         self.call = call
         self._args = list(args)
         self._kwargs = dict(kwargs)
@@ -138,7 +138,7 @@ def in_place_of(function: Callable[[CallArguments], Any]) -> Change:
     arguments.
     """
 
-    def change(call: Call, args: Any, kwargs: Any, get: Any) -> list[Any]:
+    def change(call: OperationCall, args: Any, kwargs: Any, get: Any) -> list[Any]:
         value = function(CallArguments(call, args, kwargs))
         if isinstance(value, list) or (not call.mutates and len(call.op._schema.returns) == 1):
             return flat(value)
@@ -150,7 +150,7 @@ def in_place_of(function: Callable[[CallArguments], Any]) -> Change:
 def of_operand(position: int, function: Callable[[Any], Any]) -> Change:
     """Return the change of an operand, by its place among all arguments, those in lists one by one."""
 
-    def change(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
+    def change(call: OperationCall, args: Any, kwargs: Any, get: Any) -> Any:
         new, structure = pytree.tree_flatten(args)
         new[position] = dense(function(new[position]))
         return call.op(*pytree.tree_unflatten(new, structure), **kwargs)
@@ -168,7 +168,7 @@ def other_operand(position: int, other: Ref) -> Change:
 def of_result(function: Callable[[Any], Any], number: int = 0) -> Change:
     """Return the change of a result."""
 
-    def change(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
+    def change(call: OperationCall, args: Any, kwargs: Any, get: Any) -> Any:
         outs = flat(call.op(*args, **kwargs))
         outs[number] = dense(function(outs[number]))
         return outs

@@ -9,7 +9,7 @@ from gradcheck_suite.core.formats import Accepted
 from gradcheck_suite.core.options import PortOptions, options_of, takes
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.port.judge import judged
-from gradcheck_suite.port.pair import Port, as_port, call_user_code, in_double
+from gradcheck_suite.port.pair import Port, as_port, call_user_code, float64_allowed
 from gradcheck_suite.port.result import PortResult
 from gradcheck_suite.run import environment
 
@@ -70,7 +70,7 @@ def judge_function(
         UsageError: the pair cannot be judged.
     """
     environment.set_precision()
-    pair, notes = as_port(call_user_code(label, in_double()(make)), make)
+    pair, notes = as_port(call_user_code(label, float64_allowed()(make)), make)
     return judged(
         pair,
         notes,

@@ -23,7 +23,14 @@ from gradcheck_suite.port.changes import RAISED
 from gradcheck_suite.port.number_sets import Array
 from gradcheck_suite.port.sides import Point
 from gradcheck_suite.port.sizes import Resize, is_sized
-from gradcheck_suite.port.torch_program import LOSS, Call, Ref, TorchProgram, TorchRun, as_tensor
+from gradcheck_suite.port.torch_program import (
+    LOSS,
+    OperationCall,
+    Ref,
+    TorchProgram,
+    TorchRun,
+    as_tensor,
+)
 
 KINDS = ("given", "other", "narrow", "wide", "ends")
 """What drawn numbers are: the given ones, others like them, close together, twice as large, or at the ends of their
@@ -320,7 +327,7 @@ def _uses_of(program: TorchProgram, run: TorchRun, own: Ref) -> _Uses:
     return found
 
 
-def _rows_of_table(call: Call, known: set[Ref], run: TorchRun) -> Iterator[int]:
+def _rows_of_table(call: OperationCall, known: set[Ref], run: TorchRun) -> Iterator[int]:
     """Yield the number of rows of a table that a call indexes by a known tensor."""
     given = dict(zip(call.names, call.args, strict=False)) | call.kwargs
     if call.name == "index":
@@ -354,7 +361,7 @@ _FIXED = {"hardsigmoid": (-3.0, 3.0), "hardswish": (-3.0, 3.0), "relu6": (0.0, 6
 _OF_LOSSES = {"smooth_l1_loss": "beta", "huber_loss": "delta"}
 
 
-def limited(call: Call, run: TorchRun) -> tuple[Any, list[float]]:
+def limited(call: OperationCall, run: TorchRun) -> tuple[Any, list[float]]:
     """Return the numbers that a call limits, and its limits."""
     name = call.name.rstrip("_")
     given = {a.name: a.default_value for a in call.op._schema.arguments}

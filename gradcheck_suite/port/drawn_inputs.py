@@ -51,7 +51,7 @@ FEWEST = 4
 
 
 @dataclass
-class Difference:
+class DifferingInput:
     """A drawn input on which the two sides differ.
 
     Attributes:
@@ -86,10 +86,10 @@ class DrawnInputs:
     asked: list[Point] = field(default_factory=list)
     refused: int = 0
     notes: list[str] = field(default_factory=list)
-    _found: Difference | None = None
+    _found: DifferingInput | None = None
     _is_taken: bool = False
 
-    def search(self) -> Difference | None:
+    def search(self) -> DifferingInput | None:
         """Return the smallest drawn input on which the two sides differ, or None."""
         pair = self.sides.pair
         base = self.sides.given
@@ -138,7 +138,7 @@ class DrawnInputs:
         more = "; ".join(part for part in (spans, refused) if part)
         return f"{words} ({more})" if more else words
 
-    def _described(self) -> Difference | None:
+    def _described(self) -> DifferingInput | None:
         found = self._found
         if found is not None:
             point = found.point
@@ -210,7 +210,7 @@ class DrawnInputs:
         if len(together) > 1:
             yield tuple(together)
 
-    def _difference(self, point: Point) -> Difference | None:
+    def _difference(self, point: Point) -> DifferingInput | None:
         """Return how the sides differ at an input, None where they agree or torch refuses it."""
         sides = self.sides
         base = self.sides.given
@@ -229,7 +229,7 @@ class DrawnInputs:
         theirs = [tuple(o.shape) for o in outs]
         if [int(np.prod(s)) for s in mine] != [int(np.prod(s)) for s in theirs]:
             words = f"outputs of shapes {_shown(theirs)} where torch returns {_shown(mine)}"
-            return Difference(point, words, "shape")
+            return DifferingInput(point, words, "shape")
         self.asked.append(point)
         off = outputs_error(run.outs, outs)
         # a loss may have the number of rows written in
@@ -237,7 +237,7 @@ class DrawnInputs:
             off = max(off, loss_error(run, loss))
         if off <= sides.bounds(base).outputs or off <= sides.bounds(point).outputs:
             return None
-        return None if self._is_other_order(point, run, outs) else Difference(point)
+        return None if self._is_other_order(point, run, outs) else DifferingInput(point)
 
     def _is_other_order(self, point: Point, run: TorchRun, outs: Sequence[Any]) -> bool:
         """Return whether the port has equal elements in another order, of which torch promises
@@ -259,13 +259,13 @@ class DrawnInputs:
         floats = [o for o in run.outs if o.is_floating_point()]
         return run if all(bool(torch.isfinite(o).all()) for o in floats) else None
 
-    def _raised(self, point: Point, error: str) -> Difference | None:
+    def _raised(self, point: Point, error: str) -> DifferingInput | None:
         shapes = _shown([np.shape(x) for x in point.inputs if is_sized(x)])
         words = f"{error}, at inputs of shapes {shapes}, which torch takes"
         if any(not np.size(x) for x in point.inputs if is_sized(x)):
             self.notes.append(words)  # nobody trains on nothing
             return None
-        return Difference(point, words, "raises")
+        return DifferingInput(point, words, "raises")
 
 
 def _disjoint(taken: Iterable[Resize]) -> list[Resize]:

@@ -35,18 +35,26 @@ from gradcheck_suite.port.mistakes import (
     over,
     smoothed,
 )
-from gradcheck_suite.port.number_sets import aligned, error, variety
+from gradcheck_suite.port.number_sets import error, variety, with_axes_aligned
 from gradcheck_suite.port.rare_inputs import ordered
 from gradcheck_suite.port.search import (
     LEAST,
+    CauseSearch,
     Family,
-    Found,
-    Search,
+    FoundChange,
     breadth_first,
     downstream,
     recomputed,
 )
-from gradcheck_suite.port.torch_program import LOSS, Call, Change, Ref, TorchProgram, fill, flat
+from gradcheck_suite.port.torch_program import (
+    LOSS,
+    Change,
+    OperationCall,
+    Ref,
+    TorchProgram,
+    flat,
+    with_tensors,
+)
 from gradcheck_suite.port.transforms import (
     PERMUTING,
     exchanges,
@@ -66,13 +74,13 @@ LINEAR: dict[Any, str] = {
 ARITHMETIC = ("add", "mul", "div", "sub", "rsub")
 
 
-def usual(search: Search, place: int) -> Iterator[Hypothesis]:
+def usual(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
     """Yield the usual mistakes with the call, and with the masks and indices that it reads."""
     call = search.program.calls[place]
     run = search.matching.run
     if not run.seen[place]:
         return
-    args, kwargs = fill((call.args, call.kwargs), run.get)
+    args, kwargs = with_tensors((call.args, call.kwargs), run.get)
     counted = any(_is_count(search, ref) for _, ref in search.positions(place))
     divides = call.name.startswith("clamp") and _divides(search, place)
     renamed = {"unit-offset": "index-offset"} if counted else {}
@@ -86,7 +94,7 @@ def usual(search: Search, place: int) -> Iterator[Hypothesis]:
         yield from _other_indices(search, place)
 
 
-def _over_alike(search: Search, place: int, hypothesis: Hypothesis) -> Iterator[Hypothesis]:
+def _over_alike(search: CauseSearch, place: int, hypothesis: Hypothesis) -> Iterator[Hypothesis]:
     """Yield another axis also of the other reductions of a tensor in a line: a mean and a deviation
     go over the same axes.
     """
@@ -102,7 +110,7 @@ NO_INDEX = "embedding_bag|^index$|^div_?$"
 what sorts the indices of `index` says more than their order, and a divisor is a count."""
 
 
-def _divides(search: Search, index: int) -> bool:
+def _divides(search: CauseSearch, index: int) -> bool:
     """Return whether a result is what something is divided by, also after it is moved."""
     readers = search.program.readers.get(Ref(index, 0), [])
     calls = search.program.calls
@@ -115,7 +123,7 @@ def _divides(search: Search, index: int) -> bool:
     )
 
 
-def _is_divisor(search: Search, index: int) -> bool:
+def _is_divisor(search: CauseSearch, index: int) -> bool:
     """Return whether a result has whole numbers by which something is divided, and does nothing
     else.
     """
@@ -127,7 +135,7 @@ def _is_divisor(search: Search, index: int) -> bool:
     return all(calls[i].name.startswith("div") or _is_divisor(search, i) for i in readers)
 
 
-def _other_indices(search: Search, place: int) -> Iterator[Hypothesis]:
+def _other_indices(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
     """Yield that masks and indices which a call reads are inverted, moved or left out."""
     for i, ref in search.positions(place):
         value = search.matching.run.get(ref)
@@ -140,7 +148,7 @@ def _other_indices(search: Search, place: int) -> Iterator[Hypothesis]:
                 yield Hypothesis(named, words, {place: of_operand(i, one.make)})
 
 
-def _choosing(search: Search, place: int, depth: int) -> Iterator[int]:
+def _choosing(search: CauseSearch, place: int, depth: int) -> Iterator[int]:
     """Yield the calls before one that tell nothing, also past sums and products."""
     calls = search.program.calls
     status = search.matching.status
@@ -149,7 +157,7 @@ def _choosing(search: Search, place: int, depth: int) -> Iterator[int]:
     )
 
 
-def chosen_before(search: Search, place: int) -> Iterator[Hypothesis]:
+def chosen_before(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
     """Yield mistakes of what chose, masked or moved the operands: its results are matched, or tell
     nothing.
     """
@@ -167,7 +175,7 @@ def chosen_before(search: Search, place: int) -> Iterator[Hypothesis]:
         yield hypothesis
 
 
-def beyond_a_table(search: Search, place: int) -> Iterator[Hypothesis]:
+def beyond_a_table(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
     """Yield that an index is not limited before a table: JAX counts a negative one from the end,
     and takes the last row for one that is too large.
     """
@@ -180,7 +188,7 @@ def beyond_a_table(search: Search, place: int) -> Iterator[Hypothesis]:
         if index is not None and program.calls[limit].name.startswith("clamp"):
             free = {Ref(limit, 0): program.calls[limit].args[0]}
 
-            def read(c: Call, a: Any, k: Any, get: Any, free: Any = free) -> Any:
+            def read(c: OperationCall, a: Any, k: Any, get: Any, free: Any = free) -> Any:
                 own = {ref: get(source) for ref, source in free.items()}
                 rows = get(c.args[0])
                 at = _with_others(program, index.kind, own, get)
@@ -193,7 +201,7 @@ def beyond_a_table(search: Search, place: int) -> Iterator[Hypothesis]:
             yield Hypothesis("missing-operation", words, {place: read})
 
 
-def ties(search: Search, place: int) -> Iterator[Hypothesis]:
+def ties(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
     """Yield that equal elements are in another order, or that the largest elements are told by a
     threshold in place of their positions, or the other way: a threshold keeps all elements that are
     equal to the last one.
@@ -237,7 +245,7 @@ class _Top:
     largest: bool
 
 
-def _top(search: Search, ref: Any, result: int) -> _Top | None:
+def _top(search: CauseSearch, ref: Any, result: int) -> _Top | None:
     """Return the call of `topk` that a tensor is a result of, also one that was moved since."""
     calls = search.program.calls
     while isinstance(ref, Ref) and isinstance(ref.kind, int):
@@ -265,7 +273,7 @@ def _last_of(top: _Top, get: Any) -> Any:
 
 
 def _by_threshold(top: _Top, source: Any) -> Change:
-    def change(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
+    def change(call: OperationCall, args: Any, kwargs: Any, get: Any) -> Any:
         x = get(top.of)
         last = _last_of(top, get)
         kept = x >= last if top.largest else x <= last
@@ -276,7 +284,7 @@ def _by_threshold(top: _Top, source: Any) -> Change:
 
 
 def _by_position(top: _Top) -> Change:
-    def change(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
+    def change(call: OperationCall, args: Any, kwargs: Any, get: Any) -> Any:
         x = get(top.of)
         # torch promises no order of equal elements, and JAX takes the first ones
         order = torch.sort(x, dim=top.dim, descending=top.largest, stable=True).indices
@@ -290,31 +298,31 @@ def _by_position(top: _Top) -> Change:
     return change
 
 
-def _compared(call: Call, top: _Top, off: float) -> bool:
+def _compared(call: OperationCall, top: _Top, off: float) -> bool:
     """Return what a comparison says of an element that is so far from the last one that is taken."""
     operands = [torch.tensor(off if ref == top.of else 0.0) for ref in call.args[:2]]
     return bool(call.op(*operands))
 
 
-def _is_index(search: Search, ref: Ref) -> bool:
+def _is_index(search: CauseSearch, ref: Ref) -> bool:
     value = search.matching.run.get(ref)
     whole = isinstance(value, torch.Tensor) and value.dtype in (torch.int32, torch.int64)
     return whole and isinstance(ref.kind, int)
 
 
-def further(search: Search, place: int) -> Iterator[Hypothesis]:
+def further(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
     """Yield mistakes of the calls before: the port may compute the right value too, and not use it."""
     yield from _before(search, search.read_by([place], 4), usual)
 
 
-def _before(search: Search, indices: Iterable[int], *families: Family) -> Iterator[Hypothesis]:
+def _before(search: CauseSearch, indices: Iterable[int], *families: Family) -> Iterator[Hypothesis]:
     """Yield what families say of calls that a lost one depends on; these are then the place."""
     for index in indices:
         for family in families:
             yield from (replace(h, at=index) for h in family(search, index))
 
 
-def smoothings(search: Search, place: int) -> Iterator[Hypothesis]:
+def smoothings(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
     """Yield other label smoothings, at the sum of the two terms of a smoothed cross entropy."""
     calls = search.program.calls
     if calls[place].path != LOSS or not re.match("add$|nll_loss", calls[place].name):
@@ -332,7 +340,12 @@ def smoothings(search: Search, place: int) -> Iterator[Hypothesis]:
         for others in (False, True):
 
             def smooth(
-                c: Call, a: Any, k: Any, get: Any, share: float = share, others: bool = others
+                c: OperationCall,
+                a: Any,
+                k: Any,
+                get: Any,
+                share: float = share,
+                others: bool = others,
             ) -> Any:
                 return [
                     smoothed(
@@ -351,7 +364,7 @@ def smoothings(search: Search, place: int) -> Iterator[Hypothesis]:
             )
 
 
-def reset_gates(search: Search, place: int) -> Iterator[Hypothesis]:
+def reset_gates(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
     """Yield the reset gate of a GRU applied to the state before the product instead of to its
     result.
     """
@@ -377,14 +390,14 @@ def _gates_of(
         width = value.shape[-1]
         return slice(part * width, (part + 1) * width)
 
-    def early(c: Call, a: Any, k: Any, get: Any) -> Any:
+    def early(c: OperationCall, a: Any, k: Any, get: Any) -> Any:
         kept = rows(a[1 - i])
         return [(a[1 - i] * get(state)) @ get(weight)[:, kept] + get(bias)[kept]]
 
-    def bare(c: Call, a: Any, k: Any, get: Any) -> Any:
+    def bare(c: OperationCall, a: Any, k: Any, get: Any) -> Any:
         return [(a[i] - get(bias)[rows(a[i])]) * a[1 - i]]
 
-    def outside(c: Call, a: Any, k: Any, get: Any) -> Any:
+    def outside(c: OperationCall, a: Any, k: Any, get: Any) -> Any:
         return [(a[i] - get(bias)[rows(a[i])]) * a[1 - i] + get(bias)[rows(a[i])]]
 
     words = "the reset gate before the product with the recurrent weight"
@@ -397,7 +410,7 @@ def _gates_of(
     )
 
 
-def skipped(search: Search, place: int) -> Iterator[Hypothesis]:
+def skipped(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
     """Yield that the call, or one that makes or moves an operand, is left out."""
     yield from _left_out(search, place)
     status = search.matching.status
@@ -409,7 +422,7 @@ def skipped(search: Search, place: int) -> Iterator[Hypothesis]:
                 yield from _left_out(search, source.kind)
 
 
-def _left_out(search: Search, index: int) -> Iterator[Hypothesis]:
+def _left_out(search: CauseSearch, index: int) -> Iterator[Hypothesis]:
     run = search.matching.run
     calls = search.program.calls
     call = search.program.calls[index]
@@ -421,7 +434,7 @@ def _left_out(search: Search, index: int) -> Iterator[Hypothesis]:
             made.dtype,
         ):
             words = f"without {call.label}"
-            cause = missing(call, i)
+            cause = left_out_call(call, i)
             if (
                 call.name.startswith("div")
                 and i == 0
@@ -442,7 +455,7 @@ def _left_out(search: Search, index: int) -> Iterator[Hypothesis]:
                 )
 
 
-def _is_reduction_of(search: Search, ref: Any, whole: Ref) -> bool:
+def _is_reduction_of(search: CauseSearch, ref: Any, whole: Ref) -> bool:
     """Return whether a tensor is computed from another one alone, by some reduction."""
     if not isinstance(ref, Ref) or not isinstance(ref.kind, int):
         return False
@@ -453,7 +466,7 @@ def _is_reduction_of(search: Search, ref: Any, whole: Ref) -> bool:
     return any(whole in c.refs for c in near) and any(re.fullmatch(REDUCING, c.name) for c in near)
 
 
-def missing(call: Call, kept: int) -> str:
+def left_out_call(call: OperationCall, kept: int) -> str:
     """Return the cause of a call that is left out, of which one operand is kept."""
     name = call.name.rstrip("_")
     if is_activation(call):
@@ -475,20 +488,20 @@ def missing(call: Call, kept: int) -> str:
     )
 
 
-def scaled(search: Search, place: int) -> Iterator[Hypothesis]:
+def scaled(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
     """Yield that the result or an operand is a * x + b, with a and b read from the port's values."""
     yield from _scaled_results(search, place)
     yield from _other_exponents(search, place)
     yield from _scaled_operands(search, place)
 
 
-def _number_in(call: Call) -> float | None:
+def _number_in(call: OperationCall) -> float | None:
     """Return the number that stands in a call, such as an epsilon that is added."""
     second = call.args[1] if len(call.args) > 1 else None
     return second if isinstance(second, int | float) else None
 
 
-def _scaled_results(search: Search, place: int) -> Iterator[Hypothesis]:
+def _scaled_results(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
     call = search.program.calls[place]
     name = call.name.rstrip("_")
     number = _number_in(call)
@@ -504,7 +517,7 @@ def _scaled_results(search: Search, place: int) -> Iterator[Hypothesis]:
         yield Hypothesis(named, said, {place: of_result(lambda o, a=a, b=b: a * o + b)})
 
 
-def _other_exponents(search: Search, place: int) -> Iterator[Hypothesis]:
+def _other_exponents(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
     call = search.program.calls[place]
     number = _number_in(call)
     if call.name != "pow" or number is None:
@@ -515,7 +528,7 @@ def _other_exponents(search: Search, place: int) -> Iterator[Hypothesis]:
         yield Hypothesis("constant", words, {place: of_operand(1, lambda v, a=a: a)})
 
 
-def _scaled_operands(search: Search, place: int) -> Iterator[Hypothesis]:
+def _scaled_operands(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
     run = search.matching.run
     for i, ref in search.positions(place):
         # the port may compute torch's value too, and multiply it, or what it is moved to
@@ -531,7 +544,7 @@ def _scaled_operands(search: Search, place: int) -> Iterator[Hypothesis]:
                 yield Hypothesis(one.cause, words, change, at=max(change))
 
 
-def _moves(search: Search, ref: Ref) -> list[Ref]:
+def _moves(search: CauseSearch, ref: Ref) -> list[Ref]:
     """Return what a tensor is moved from as a whole, the first move of all first."""
     found = list[Ref]()
     while isinstance(ref.kind, int) and search.matching.status[ref.kind] is None:
@@ -543,7 +556,7 @@ def _moves(search: Search, ref: Ref) -> list[Ref]:
     return found
 
 
-def _scalings(search: Search, value: Any) -> Iterator[Alteration]:
+def _scalings(search: CauseSearch, value: Any) -> Iterator[Alteration]:
     """Yield what multiplies a value, or its parts along an axis, in the port alone."""
     for cause, words, a, b in _affine(search, value):
         yield Alteration(cause, words, lambda v, a=a, b=b: a * v + b)
@@ -552,7 +565,7 @@ def _scalings(search: Search, value: Any) -> Iterator[Alteration]:
     if mine.dtype.kind != "f" or not mine.any():
         return
     for i in numbers.of_size(mine.size):
-        theirs = aligned(numbers.arrays[i], mine)
+        theirs = with_axes_aligned(numbers.arrays[i], mine)
         for axis in range(mine.ndim if theirs.shape == mine.shape else 0):
             others = tuple(d for d in range(mine.ndim) if d != axis)
             factors = (theirs * mine).sum(others, keepdims=True) / (mine**2).sum(
@@ -568,7 +581,7 @@ def _scalings(search: Search, value: Any) -> Iterator[Alteration]:
                 yield Alteration("scale", words, lambda v, f=put: v * f)
 
 
-def ratios(search: Search, place: int) -> Iterator[Hypothesis]:
+def ratios(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
     """Yield that a sum is divided by another count, the same for all of it, or a scalar multiplied
     by one of sizes.
     """
@@ -585,7 +598,7 @@ def ratios(search: Search, place: int) -> Iterator[Hypothesis]:
 
 
 def _other_count(
-    search: Search, place: int, theirs: Any, sizes: Collection[float]
+    search: CauseSearch, place: int, theirs: Any, sizes: Collection[float]
 ) -> Iterator[Hypothesis]:
     """Yield the count by which a sum is divided in the port."""
     call = search.program.calls[place]
@@ -611,7 +624,7 @@ def _ratio_of_sizes(place: int, factor: float, sizes: Collection[float]) -> Iter
             return
 
 
-def constants(search: Search, place: int) -> Iterator[Hypothesis]:
+def constants(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
     """Yield that a table, which depends on neither parameters nor inputs, is one that the port has.
 
     A table of other numbers is the port's alone. Of zeros and ones each side may have the other's.
@@ -623,7 +636,7 @@ def constants(search: Search, place: int) -> Iterator[Hypothesis]:
             yield from _other_tables(search, place, i, ref)
 
 
-def _other_masks(search: Search, place: int, position: int, ref: Ref) -> Iterator[Hypothesis]:
+def _other_masks(search: CauseSearch, place: int, position: int, ref: Ref) -> Iterator[Hypothesis]:
     """Yield the masks of the port that have the size of a constant mask."""
     mine = array(search.matching.run.get(ref))
     if not _is_mask(mine):
@@ -632,7 +645,7 @@ def _other_masks(search: Search, place: int, position: int, ref: Ref) -> Iterato
     for table in search.matching.side.values:
         if table.size != mine.size or not _is_mask(table):
             continue
-        theirs = aligned(table, mine).astype(mine.dtype)
+        theirs = with_axes_aligned(table, mine).astype(mine.dtype)
         off = int((theirs != mine).sum()) if theirs.shape == mine.shape else 0
         if off and theirs.tobytes() not in tried:
             tried.add(theirs.tobytes())
@@ -642,12 +655,12 @@ def _other_masks(search: Search, place: int, position: int, ref: Ref) -> Iterato
             yield Hypothesis("mask-elements", words, {place: change})
 
 
-def _other_tables(search: Search, place: int, position: int, ref: Ref) -> Iterator[Hypothesis]:
+def _other_tables(search: CauseSearch, place: int, position: int, ref: Ref) -> Iterator[Hypothesis]:
     """Yield the arrays of the port alone that have the size of a constant table."""
     numbers = search.matching.lost_numbers
     value = search.matching.run.get(ref)
     for k in list(numbers.of_size(value.numel()))[:40]:
-        other = torch.as_tensor(np.array(aligned(numbers.arrays[k], array(value))))
+        other = torch.as_tensor(np.array(with_axes_aligned(numbers.arrays[k], array(value))))
         if other.shape == value.shape:
             at = int((other - value).abs().argmax())
             words = f"{_named(search, ref)} with other numbers, such as"
@@ -660,7 +673,7 @@ def _is_mask(table: Any) -> bool:
     return bool(np.isin(table, (0, 1)).all()) and bool(table.any()) and not bool(table.all())
 
 
-def bases(search: Search, place: int) -> Iterator[Hypothesis]:
+def bases(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
     """Yield that all tables of rotary or sinusoidal positions have another base."""
     tables = [k for k in search.matching.run.leaves if _is_constant(search, Ref(*k))]
     for base in BASES:
@@ -700,14 +713,14 @@ def _rebased(x: Any, base: float) -> Any:
     return None
 
 
-def _is_count(search: Search, ref: Ref) -> bool:
+def _is_count(search: CauseSearch, ref: Ref) -> bool:
     """Return whether a tensor has positions or other whole numbers that depend on no parameter and
     no input.
     """
     return _is_constant(search, ref) and _is_whole(search, ref)
 
 
-def _is_whole(search: Search, ref: Ref) -> bool:
+def _is_whole(search: CauseSearch, ref: Ref) -> bool:
     """Return whether a tensor has whole numbers alone, of whatever dtype."""
     value = search.matching.run.get(ref)
     if not isinstance(value, torch.Tensor) or value.dtype == torch.bool or value.is_complex():
@@ -715,7 +728,7 @@ def _is_whole(search: Search, ref: Ref) -> bool:
     return bool((value.double() == value.double().round()).all())
 
 
-def _is_constant(search: Search, ref: Ref) -> bool:
+def _is_constant(search: CauseSearch, ref: Ref) -> bool:
     if isinstance(ref.kind, int):
         return all(_is_constant(search, r) for r in search.program.calls[ref.kind].refs)
     return ref.kind == "constant" or (
@@ -723,7 +736,7 @@ def _is_constant(search: Search, ref: Ref) -> bool:
     )
 
 
-def _sizes_near(search: Search, place: int) -> set[int]:
+def _sizes_near(search: CauseSearch, place: int) -> set[int]:
     found: set[int] = set()
     for index in range(max(0, place - 14), place + 1):
         outs = search.matching.run.seen[index]
@@ -733,7 +746,7 @@ def _sizes_near(search: Search, place: int) -> set[int]:
 
 
 def _affine(
-    search: Search, value: Any, of: Callable[[Any], Any] = np.array
+    search: CauseSearch, value: Any, of: Callable[[Any], Any] = np.array
 ) -> Iterator[tuple[str, str, float, float]]:
     """Yield cause, words, a and b of each a * x + b that is a function of the numbers that the port
     alone has.
@@ -770,7 +783,7 @@ def _lines_through(
         yield LINEAR.get((round(float(a), 9), round(b, 9)), general), words, float(a), b
 
 
-def other_values(search: Search, place: int) -> Iterator[Hypothesis]:
+def other_values(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
     """Yield that an operand is another value of the same shape: a parameter, an input, a result
     from before.
     """
@@ -790,7 +803,7 @@ OTHERS = 120
 """Values of one shape that are tried in place of another."""
 
 
-def _alike_before(search: Search, place: int, ref: Ref) -> Iterator[Ref]:
+def _alike_before(search: CauseSearch, place: int, ref: Ref) -> Iterator[Ref]:
     """Yield what has the shape and the dtype of a tensor: parameters and inputs, then the results
     before a call, the nearest first.
     """
@@ -814,13 +827,13 @@ def _alike_before(search: Search, place: int, ref: Ref) -> Iterator[Ref]:
             return
 
 
-def chosen_of_others(search: Search, place: int) -> Iterator[Hypothesis]:
+def chosen_of_others(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
     """Yield that what tells nothing by itself, such as a count or an index, is of another value."""
     silent = (i for i in _choosing(search, place, 4) if search.matching.status[i] is None)
     yield from _before(search, silent, constants, other_values, rewired)
 
 
-def _why_taken(search: Search, place: int, ref: Ref, other: Ref) -> str:
+def _why_taken(search: CauseSearch, place: int, ref: Ref, other: Ref) -> str:
     """Return the cause of another value that is taken in place of one."""
     if not isinstance(other.kind, int):
         return _why_given(search, place, ref, other)
@@ -836,11 +849,11 @@ def _why_taken(search: Search, place: int, ref: Ref, other: Ref) -> str:
         if isinstance(producer, int):
             read = chain.from_iterable(map(search.matching.sources, calls[producer].refs))
             if other.kind in {s.kind for s in read}:
-                return missing(calls[producer], 0)
+                return left_out_call(calls[producer], 0)
     return "other-value"
 
 
-def _why_given(search: Search, place: int, ref: Ref, other: Ref) -> str:
+def _why_given(search: CauseSearch, place: int, ref: Ref, other: Ref) -> str:
     """Return the cause of a parameter or an input that is taken in place of a result."""
     calls = search.program.calls
     left_out = _between(search, ref, other)
@@ -848,11 +861,11 @@ def _why_given(search: Search, place: int, ref: Ref, other: Ref) -> str:
         names = {calls[k].name.rstrip("_") for k in left_out}
         if {"sub", "div"} <= names or {"sub", "mul"} <= names:
             return "missing-norm"
-        return missing(calls[left_out[0]], 0)
+        return left_out_call(calls[left_out[0]], 0)
     return "other-value" if other.kind == "state" else "other-input"
 
 
-def _between(search: Search, ref: Ref, other: Ref) -> list[int]:
+def _between(search: CauseSearch, ref: Ref, other: Ref) -> list[int]:
     """Return the few calls that make one tensor of another, the last one first."""
     if not isinstance(ref.kind, int):
         return []
@@ -861,7 +874,7 @@ def _between(search: Search, ref: Ref, other: Ref) -> list[int]:
     return near if any(other in calls[i].refs for i in near) and len(near) <= 6 else []
 
 
-def starts(search: Search, place: int) -> Iterator[Hypothesis]:
+def starts(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
     """Yield that a recurrence starts elsewhere: an average at its first value for at zero, or at
     zero for at its first value.
     """
@@ -885,7 +898,7 @@ def starts(search: Search, place: int) -> Iterator[Hypothesis]:
             yield _started_at_zero(search, start, first, ends[0])
 
 
-def _line_that_repeats(search: Search, place: int) -> set[int]:
+def _line_that_repeats(search: CauseSearch, place: int) -> set[int]:
     """Return the calls of the line of a place, none where it is not run again and again."""
     calls = search.program.calls
     own = calls[place].where, calls[place].path
@@ -894,17 +907,17 @@ def _line_that_repeats(search: Search, place: int) -> set[int]:
     return line if own[0] and again > 1 else set()
 
 
-def _readers_in(search: Search, index: int, inside: Collection[int]) -> list[int]:
+def _readers_in(search: CauseSearch, index: int, inside: Collection[int]) -> list[int]:
     return [i for i in search.program.readers.get(Ref(index, 0), []) if i in inside]
 
 
-def _is_moved(search: Search, ref: Ref) -> bool:
+def _is_moved(search: CauseSearch, ref: Ref) -> bool:
     """Return whether a tensor is given, or a part of another one."""
     return not isinstance(ref.kind, int) or search.matching.status[ref.kind] is None
 
 
 def _ahead(
-    search: Search, end: int, now: int, instead: Mapping[Ref, Any], get: Callable[[Any], Any]
+    search: CauseSearch, end: int, now: int, instead: Mapping[Ref, Any], get: Callable[[Any], Any]
 ) -> Any:
     """Return the result of a call before its turn, with other tensors in place of some.
 
@@ -927,25 +940,27 @@ def _ahead(
     )[0]
 
 
-def _started_at_first(search: Search, start: Ref, first: Ref, line: Collection[int]) -> Hypothesis:
+def _started_at_first(
+    search: CauseSearch, start: Ref, first: Ref, line: Collection[int]
+) -> Hypothesis:
     """Return that a recurrence starts at its first value where torch starts at zero."""
     readers = [i for i in search.program.readers[start] if i in line]
 
-    def begun(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
+    def begun(call: OperationCall, args: Any, kwargs: Any, get: Any) -> Any:
         is_given = not isinstance(first.kind, int)
         value = get(first) if is_given else _ahead(search, first.kind, min(readers), {}, get)
         own = lambda ref: value if ref == start else get(ref)  # noqa: E731 - one use
-        return call.op(*fill(call.args, own), **fill(call.kwargs, own))
+        return call.op(*with_tensors(call.args, own), **with_tensors(call.kwargs, own))
 
     words = "a recurrence that starts at its first value, not at zero"
     return Hypothesis("initial-accumulator", words, dict.fromkeys(readers, begun))
 
 
-def _started_at_zero(search: Search, start: Ref, value: Ref, end: int) -> Hypothesis:
+def _started_at_zero(search: CauseSearch, start: Ref, value: Ref, end: int) -> Hypothesis:
     """Return that a recurrence starts at zero, one step before the value at which torch starts."""
     made_by = int(start.kind)
 
-    def stepped(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
+    def stepped(call: OperationCall, args: Any, kwargs: Any, get: Any) -> Any:
         outs = flat(call.op(*args, **kwargs))
         before = outs[start.index]
         instead = {start: torch.zeros_like(before), value: before}
@@ -967,7 +982,7 @@ def _started_at_zero(search: Search, start: Ref, value: Ref, end: int) -> Hypoth
     )
 
 
-def gathered(search: Search, place: int) -> Iterator[Hypothesis]:
+def gathered(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
     """Yield that an operand which is one of several results, such as the last state of a sequence,
     is their mean, their maximum or another one of them.
     """
@@ -990,7 +1005,7 @@ GATHERINGS: dict[str, Callable[[Any], Any]] = {
 """What is made of the results of all steps, of a tensor that has the steps in front."""
 
 
-def _joined_with(search: Search, source: Ref, place: int) -> Iterator[list[Ref]]:
+def _joined_with(search: CauseSearch, source: Ref, place: int) -> Iterator[list[Ref]]:
     """Yield the results that are joined with one before a place: the states of all steps."""
     calls = search.program.calls
     for k in search.program.readers.get(source, []):
@@ -1001,14 +1016,14 @@ def _joined_with(search: Search, source: Ref, place: int) -> Iterator[list[Ref]]
 
 
 def _gathering(position: int, parts: Sequence[Ref], reduce: Callable[[Any], Any]) -> Change:
-    def change(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
+    def change(call: OperationCall, args: Any, kwargs: Any, get: Any) -> Any:
         put = reduce(torch.stack([get(r) for r in parts]))
         return of_operand(position, lambda v: put.reshape(v.shape))(call, args, kwargs, get)
 
     return change
 
 
-def exchanged_slices(search: Search, place: int) -> Iterator[Hypothesis]:
+def exchanged_slices(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
     """Yield the exchange of a slice of a tensor with another slice of it, among what the operands
     are moved from.
     """
@@ -1028,7 +1043,7 @@ def exchanged_slices(search: Search, place: int) -> Iterator[Hypothesis]:
                     yield from _interleaved(search, index, k)
 
 
-def _interleaved(search: Search, i: int, k: int) -> Iterator[Hypothesis]:
+def _interleaved(search: CauseSearch, i: int, k: int) -> Iterator[Hypothesis]:
     """Yield that two slices are the halves, or every other element, of what they have together."""
     one = search.program.calls[i]
     two = search.program.calls[k]
@@ -1052,11 +1067,11 @@ def _interleaved(search: Search, i: int, k: int) -> Iterator[Hypothesis]:
             yield Hypothesis("permuted", said, changes, at=i)
 
 
-def _as_call(other: Call) -> Change:
+def _as_call(other: OperationCall) -> Change:
     return lambda c, a, k, g: other.op(a[0], *other.args[1:], **other.kwargs)
 
 
-def _of(search: Search, place: int, ref: Ref, transform: Alteration) -> Hypothesis:
+def _of(search: CauseSearch, place: int, ref: Ref, transform: Alteration) -> Hypothesis:
     """Return that a tensor of the program is transformed; `place` is the call where it shows."""
     words = f"{_named(search, ref)} {transform.words}"
     cause = _transformed_as(search, place, ref, transform.cause)
@@ -1084,7 +1099,7 @@ def _of(search: Search, place: int, ref: Ref, transform: Alteration) -> Hypothes
     )
 
 
-def _moved_by(search: Search, place: int, ref: Ref) -> int | None:
+def _moved_by(search: CauseSearch, place: int, ref: Ref) -> int | None:
     """Return the first call that moves the elements of a tensor before a place: it has the order.
 
     None where the place reads the tensor itself.
@@ -1106,7 +1121,7 @@ _OTHERS = {"ones": "constant"}
 _USED_OTHERWISE = ("missing-bias", "missing-scale", "unused-parameter")
 
 
-def _transformed_as(search: Search, place: int, ref: Ref, cause: str) -> str:
+def _transformed_as(search: CauseSearch, place: int, ref: Ref, cause: str) -> str:
     """Return the name of a transformation of a tensor that a call reads."""
     if ref.kind == "state":
         bias = "bias" in str(ref.index) and cause in ("zeros", "ones")
@@ -1124,7 +1139,7 @@ def _transformed_as(search: Search, place: int, ref: Ref, cause: str) -> str:
     return _OTHERS.get(cause, cause)
 
 
-def _offset_of(search: Search, call: Call, ref: Ref) -> str:
+def _offset_of(search: CauseSearch, call: OperationCall, ref: Ref) -> str:
     """Return the cause of an operand that is one more or less: a count, or a position."""
     is_divisor = call.name.startswith("div") and call.args[1] == ref
     if is_divisor and _is_whole(search, ref):
@@ -1132,19 +1147,19 @@ def _offset_of(search: Search, call: Call, ref: Ref) -> str:
     return "index-offset" if _is_count(search, ref) else "unit-offset"
 
 
-def weights(search: Search, place: int) -> Iterator[Hypothesis]:
+def weights(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
     """Yield that a parameter which the call reads is transposed, permuted, or left at zeros or
     ones.
     """
     yield from _sources_transformed(search, place, lambda source: source.kind == "state")
 
 
-def altered(search: Search, place: int) -> Iterator[Hypothesis]:
-    """Yield that an operand has another sign, or one added: in this call, or in all of its line."""
+def altered(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
+    """Yield that an operand has its sign flipped, or 1 added: in this call, or in all of its line."""
     yield from _operands(search, place, signs)
 
 
-def transformed(search: Search, place: int) -> Iterator[Hypothesis]:
+def transformed(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
     """Yield that an operand, or what it is moved from, is transformed."""
     yield from _operands(search, place, exchanges)
     yield from _operands(search, place, functions)
@@ -1152,7 +1167,7 @@ def transformed(search: Search, place: int) -> Iterator[Hypothesis]:
     yield from _sources_transformed(search, place, lambda source: source not in operands)
 
 
-def read_off(search: Search, place: int) -> Iterator[Hypothesis]:
+def read_off(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
     """Yield that an operand, or what it is moved from, is in another order along an axis, which is
     read off an array of the port with the same numbers.
     """
@@ -1167,7 +1182,7 @@ def read_off(search: Search, place: int) -> Iterator[Hypothesis]:
                 yield _of(search, place, ref, turned)
 
 
-def _orders_in_port(search: Search, mine: Any) -> Iterator[Alteration]:
+def _orders_in_port(search: CauseSearch, mine: Any) -> Iterator[Alteration]:
     """Yield other orders along an axis in which the port has an array's numbers."""
     numbers = search.matching.side.numbers
     if variety(mine) < LEAST:
@@ -1177,7 +1192,7 @@ def _orders_in_port(search: Search, mine: Any) -> Iterator[Alteration]:
     for i in list(numbers.of_size(mine.size))[:READ]:
         if error(numbers.sorted(i), wanted) > numbers.tolerance:
             continue
-        theirs = aligned(numbers.arrays[i], mine)
+        theirs = with_axes_aligned(numbers.arrays[i], mine)
         for axis in range(mine.ndim if theirs.shape == mine.shape else 0):
             order = _order_along(mine, theirs, axis)
             if order is None or (axis, *order) in seen:
@@ -1209,7 +1224,7 @@ def _order_along(mine: Any, theirs: Any, axis: int) -> list[int] | None:
     return order if error(others, rows[order]) <= 1e-9 else None
 
 
-def undone(search: Search, place: int) -> Iterator[Hypothesis]:
+def undone(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
     """Yield that what moves the elements of an operand is done backwards: the inverse shuffle."""
     program = search.program
     run = search.matching.run
@@ -1229,7 +1244,13 @@ def undone(search: Search, place: int) -> Iterator[Hypothesis]:
             back = torch.argsort(moved)
 
             def inverse(
-                c: Call, a: Any, k: Any, get: Any, i: int = i, start: Ref = start, back: Any = back
+                c: OperationCall,
+                a: Any,
+                k: Any,
+                get: Any,
+                i: int = i,
+                start: Ref = start,
+                back: Any = back,
             ) -> Any:
                 put = get(start).reshape(-1)[back]
                 return of_operand(i, lambda v: put.reshape(v.shape))(c, a, k, get)
@@ -1239,7 +1260,7 @@ def undone(search: Search, place: int) -> Iterator[Hypothesis]:
 
 
 def _sources_transformed(
-    search: Search, place: int, which: Callable[[Ref], bool]
+    search: CauseSearch, place: int, which: Callable[[Ref], bool]
 ) -> Iterator[Hypothesis]:
     operands = [ref for _, ref in search.positions(place)]
     sources = chain.from_iterable(map(search.matching.sources, operands))
@@ -1249,7 +1270,7 @@ def _sources_transformed(
 
 
 def _operands(
-    search: Search, place: int, how: Callable[[Any], Iterator[Alteration]]
+    search: CauseSearch, place: int, how: Callable[[Any], Iterator[Alteration]]
 ) -> Iterator[Hypothesis]:
     for i, ref in search.positions(place):
         value = search.matching.run.get(ref)
@@ -1266,7 +1287,9 @@ def _operands(
                 )
 
 
-def _groups(search: Search, place: int, position: int, ref: Ref) -> list[list[tuple[int, int]]]:
+def _groups(
+    search: CauseSearch, place: int, position: int, ref: Ref
+) -> list[list[tuple[int, int]]]:
     """Return where a tensor is read: in a call, and in all calls of its line."""
     every = list[tuple[int, int]]()
     for k in _readers_of_a_line(search, place, ref):
@@ -1275,14 +1298,14 @@ def _groups(search: Search, place: int, position: int, ref: Ref) -> list[list[tu
     return [alone, every] if len(every) > 1 else [alone]
 
 
-def _readers_of_a_line(search: Search, place: int, ref: Ref) -> list[int]:
+def _readers_of_a_line(search: CauseSearch, place: int, ref: Ref) -> list[int]:
     """Return the calls that read a tensor in the line and the module of a place."""
     calls = search.program.calls
     own = calls[place].where, calls[place].path
     return [i for i in search.program.readers[ref] if (calls[i].where, calls[i].path) == own]
 
 
-def _up(search: Search, place: int) -> list[Ref]:
+def _up(search: CauseSearch, place: int) -> list[Ref]:
     """Return what a call depends on, the nearest first."""
     calls = search.program.calls
     near = chain([place], search.read_by([place], len(calls)))
@@ -1290,7 +1313,7 @@ def _up(search: Search, place: int) -> list[Ref]:
     return list(dict.fromkeys(islice(refs, 90)))
 
 
-def deep(search: Search, place: int) -> Iterator[Hypothesis]:
+def deep(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
     """Yield exchanges of values further up, which are not seen until elements of different places
     meet.
     """
@@ -1303,7 +1326,7 @@ def deep(search: Search, place: int) -> Iterator[Hypothesis]:
                 yield replace(changed, at=ref.kind if isinstance(ref.kind, int) else None)
 
 
-def exchanged_parameters(search: Search, place: int) -> Iterator[Hypothesis]:
+def exchanged_parameters(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
     """Yield exchanges of parameters of equal shapes: of whole modules, of one tensor each, and
     within a module.
     """
@@ -1323,7 +1346,7 @@ def exchanged_parameters(search: Search, place: int) -> Iterator[Hypothesis]:
         yield from _blocks_of_a_module(search, path, modules.get(path, []))
 
 
-def _parameters_by_module(search: Search) -> dict[str, list[str]]:
+def _parameters_by_module(search: CauseSearch) -> dict[str, list[str]]:
     modules: dict[str, list[str]] = {}
     for name in search.program.names:
         value = search.matching.run.leaves["state", name]
@@ -1332,7 +1355,7 @@ def _parameters_by_module(search: Search) -> dict[str, list[str]]:
     return modules
 
 
-def _are_alike(search: Search, x: str, y: str) -> bool:
+def _are_alike(search: CauseSearch, x: str, y: str) -> bool:
     leaves = search.matching.run.leaves
     return bool(leaves["state", x].shape == leaves["state", y].shape)
 
@@ -1360,7 +1383,7 @@ def _exchanged_directions(path: str, names: Sequence[str]) -> Iterator[Hypothesi
 
 
 def _exchanged_modules(
-    search: Search, path: str, other: str, modules: Mapping[str, Sequence[str]]
+    search: CauseSearch, path: str, other: str, modules: Mapping[str, Sequence[str]]
 ) -> Iterator[Hypothesis]:
     """Yield the exchange of the parameters of two modules, together and one by one."""
     mine = modules.get(path, [])
@@ -1375,7 +1398,9 @@ def _exchanged_modules(
             yield _exchange([pair], " and ".join(pair), at)
 
 
-def _blocks_of_a_module(search: Search, path: str, names: Sequence[str]) -> Iterator[Hypothesis]:
+def _blocks_of_a_module(
+    search: CauseSearch, path: str, names: Sequence[str]
+) -> Iterator[Hypothesis]:
     """Yield exchanges of blocks of all rows of a module: of queries, keys and values, or of gates."""
     rows = {n: len(search.matching.run.leaves["state", n]) for n in names}
     for size in dict.fromkeys(rows.values()):
@@ -1399,7 +1424,7 @@ def _nearest_modules(path: str, modules: Mapping[str, Any]) -> list[str]:
     )
 
 
-def rewired(search: Search, place: int) -> Iterator[Hypothesis]:
+def rewired(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
     """Yield that two tensors, or two numbers, are exchanged in what a line computes."""
     line = _line_of(search, place)
     yield from _exchanged_numbers(search, line)
@@ -1419,7 +1444,7 @@ def rewired(search: Search, place: int) -> Iterator[Hypothesis]:
         yield Hypothesis(cause, words, changes)
 
 
-def _line_of(search: Search, place: int) -> list[int]:
+def _line_of(search: CauseSearch, place: int) -> list[int]:
     """Return a call and those of its line that it reads."""
     calls = search.program.calls
     own = calls[place].where, calls[place].path
@@ -1431,7 +1456,7 @@ def _line_of(search: Search, place: int) -> list[int]:
     return [i for i in inside if is_inside(i)]
 
 
-def _exchanged_numbers(search: Search, line: Sequence[int]) -> Iterator[Hypothesis]:
+def _exchanged_numbers(search: CauseSearch, line: Sequence[int]) -> Iterator[Hypothesis]:
     calls = search.program.calls
     for i, k in combinations(line, 2):
         one = _number_in(calls[i])
@@ -1442,7 +1467,7 @@ def _exchanged_numbers(search: Search, line: Sequence[int]) -> Iterator[Hypothes
             yield Hypothesis("operands-swapped", f"{one:g} and {two:g} exchanged", changes)
 
 
-def _may_be_exchanged(search: Search, u: Ref, v: Ref) -> bool:
+def _may_be_exchanged(search: CauseSearch, u: Ref, v: Ref) -> bool:
     """Return whether two tensors are of one shape and dtype, and not both parameters."""
     x = search.matching.run.get(u)
     y = search.matching.run.get(v)
@@ -1454,14 +1479,14 @@ def _may_be_exchanged(search: Search, u: Ref, v: Ref) -> bool:
 def _reading(instead: Mapping[Ref, Ref]) -> Change:
     """Return the change of a call that reads other tensors in place of some."""
 
-    def change(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
+    def change(call: OperationCall, args: Any, kwargs: Any, get: Any) -> Any:
         other = lambda ref: get(instead.get(ref, ref))  # noqa: E731 - one use
-        return call.op(*fill(call.args, other), **fill(call.kwargs, other))
+        return call.op(*with_tensors(call.args, other), **with_tensors(call.kwargs, other))
 
     return change
 
 
-def together(search: Search, place: int) -> Iterator[Hypothesis]:
+def together(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
     """Yield that both operands of a product are permuted alike: heads and features exchanged,
     halves interleaved.
     """
@@ -1487,7 +1512,7 @@ def together(search: Search, place: int) -> Iterator[Hypothesis]:
                     )
 
 
-def swapped_blocks(search: Search, place: int) -> Iterator[Hypothesis]:
+def swapped_blocks(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
     """Yield that a call, or the whole module that it is in, is done after what comes behind it."""
     for block in ([place], *_modules_with(search.program, place)):
         yield from _done_later(search, place, block)
@@ -1502,7 +1527,7 @@ def _modules_with(program: TorchProgram, place: int) -> Iterator[list[int]]:
             yield own
 
 
-def _done_later(search: Search, place: int, block: Sequence[int]) -> Iterator[Hypothesis]:
+def _done_later(search: CauseSearch, place: int, block: Sequence[int]) -> Iterator[Hypothesis]:
     program = search.program
     calls = program.calls
     read = dict.fromkeys(chain.from_iterable(calls[i].refs for i in block))
@@ -1532,13 +1557,13 @@ def _exchanged(program: TorchProgram, before: Ref, after: Ref, end: int) -> Chan
     """
     call = program.calls[after.kind]
 
-    def change(last: Call, a: Any, k: Any, get: Any) -> Any:
+    def change(last: OperationCall, a: Any, k: Any, get: Any) -> Any:
         def late(value: Any) -> Any:
             return _with_others(program, end, {after: value}, get)
 
         given = get(before)
         if before in call.refs and re.fullmatch(REDUCING, call.name):
-            axes = over(CallArguments(call, *fill((call.args, call.kwargs), get)))
+            axes = over(CallArguments(call, *with_tensors((call.args, call.kwargs), get)))
             front = list(range(len(axes)))
             parts = given.movedim(axes, front)
             each = torch.vmap(lambda v: late(v.view_as(get(after))))(
@@ -1556,7 +1581,7 @@ def _exchanged(program: TorchProgram, before: Ref, after: Ref, end: int) -> Chan
     return change
 
 
-def _adds_little(call: Call) -> bool:
+def _adds_little(call: OperationCall) -> bool:
     return (
         call.name in ("add", "add_") and isinstance(call.args[1], float) and 0 < call.args[1] < 1e-2
     )
@@ -1612,7 +1637,7 @@ FAMILIES: tuple[tuple[Family, str], ...] = (
 """The families in the order in which they are tried, and where."""
 
 
-def reordered(search: Search, ends: list[Ref]) -> Found | None:
+def reordered(search: CauseSearch, ends: list[Ref]) -> FoundChange | None:
     """Return what happened to outputs of which the port has all numbers, in another order or at
     other positions.
     """
@@ -1620,17 +1645,17 @@ def reordered(search: Search, ends: list[Ref]) -> Found | None:
     if before is None:
         return None
 
-    def tried(hypothesis: Hypothesis) -> Explanation[Found] | None:
+    def tried(hypothesis: Hypothesis) -> Explanation[FoundChange] | None:
         found = search.test(min(hypothesis.changes, default=0), hypothesis)
         if found is None:
             return None
         return Explanation(found, found.error <= search.close, -found.error)
 
-    def explains_half(hypothesis: Hypothesis) -> Explanation[Found] | None:
+    def explains_half(hypothesis: Hypothesis) -> Explanation[FoundChange] | None:
         found = tried(hypothesis)
         return found if found and found.value.error < 0.5 * before.error else None
 
-    def explains_all(hypothesis: Hypothesis) -> Explanation[Found] | None:
+    def explains_all(hypothesis: Hypothesis) -> Explanation[FoundChange] | None:
         found = tried(hypothesis)
         return found if found and found.is_whole else None
 
@@ -1644,7 +1669,7 @@ def reordered(search: Search, ends: list[Ref]) -> Found | None:
     return None if best is None else best.value
 
 
-def _other_orders(search: Search, ends: list[Ref]) -> Iterator[Hypothesis]:
+def _other_orders(search: CauseSearch, ends: list[Ref]) -> Iterator[Hypothesis]:
     """Yield other orders of outputs, and of what they are moved from."""
     for end in ends:
         for source in dict.fromkeys([end, *search.matching.sources(end)]):
@@ -1653,7 +1678,7 @@ def _other_orders(search: Search, ends: list[Ref]) -> Iterator[Hypothesis]:
                 yield _of(search, place, source, transform)
 
 
-def _named(search: Search, ref: Ref) -> str:
+def _named(search: CauseSearch, ref: Ref) -> str:
     if isinstance(ref.kind, int):
         return f"the result of {search.program.calls[ref.kind].label}"
     if ref.kind == "constant":

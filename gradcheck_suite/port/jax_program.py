@@ -55,7 +55,7 @@ DIGITS = 6
 
 
 @dataclass(frozen=True)
-class Equation:
+class FloatEquation:
     """One equation with a float result: its primitive, and `file:line` in the author's code."""
 
     primitive: str
@@ -64,7 +64,7 @@ class Equation:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Result:
+class EquationResult:
     """One float result of an equation.
 
     Attributes:
@@ -73,7 +73,7 @@ class Result:
     """
 
     value: Any
-    equation: Equation = field(metadata={"static": True})
+    equation: FloatEquation = field(metadata={"static": True})
 
 
 def _open(jaxpr: Any) -> tuple[Any, list[Any]]:
@@ -93,7 +93,7 @@ def _is_low(value: Any) -> bool:
     return getattr(value, "dtype", None) in LOW
 
 
-def lifted(value: Any) -> Any:
+def in_float64(value: Any) -> Any:
     """Return an array of float64 or complex numbers in place of one of a lower dtype.
 
     Anything else as it is.
@@ -163,12 +163,12 @@ class Interpreter:
     def run(
         self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], eps: Any = None
     ) -> tuple[list[Any], Any]:
-        """Return the results and, for each equation, what is inside and its `Result`s.
+        """Return the results and, for each equation, what is inside and its `EquationResult`s.
 
         Those of `eps` are added.
         """
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, map(self._constant, consts), strict=True))
-        env |= dict(zip(jaxpr.invars, map(lifted, args), strict=True))
+        env |= dict(zip(jaxpr.invars, map(in_float64, args), strict=True))
 
         def read(var: Any) -> Any:
             return self._constant(var.val) if isinstance(var, jex.Literal) else env[var]
@@ -179,11 +179,13 @@ class Interpreter:
             outs, inside = self._equation(
                 eqn, [read(v) for v in eqn.invars], None if mine is None else mine[0]
             )
-            kept: list[Result] = []
+            kept: list[EquationResult] = []
             for j, out in enumerate(outs):
                 if jnp.issubdtype(jnp.result_type(out), jnp.inexact):
                     outs[j] = out if mine is None else out + mine[1][len(kept)].value
-                    kept.append(Result(outs[j], Equation(eqn.primitive.name, line_of(eqn))))
+                    kept.append(
+                        EquationResult(outs[j], FloatEquation(eqn.primitive.name, line_of(eqn)))
+                    )
             records.append([inside, kept])
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars], records
@@ -191,7 +193,7 @@ class Interpreter:
     def _constant(self, value: Any) -> Any:
         is_plain = not hasattr(value, "dtype") or isinstance(value, jax.core.Tracer)
         if is_plain or not (_is_low(value) or value.dtype == np.float64):
-            return lifted(value)
+            return in_float64(value)
         number, move = rounding_table(value)
         if move is None:
             return number if np.ndim(number) else np.float64(number)
@@ -230,8 +232,8 @@ class Interpreter:
             values = [_cast(v, var.aval) for v, var in zip(values, eqn.invars, strict=True)]
         elif name != "bitcast_convert_type":
             params |= {key: np.dtype("float64") for key in DTYPES if _names_low(params.get(key))}
-            values = [lifted(v) for v in values]
-        return [lifted(o) for o in _bound(eqn, params, values)]
+            values = [in_float64(v) for v in values]
+        return [in_float64(o) for o in _bound(eqn, params, values)]
 
     def _scan(self, eqn: Any, values: list[Any], eps: Any) -> tuple[list[Any], Any]:
         p = eqn.params
@@ -244,7 +246,7 @@ class Interpreter:
             outs, inside = self.run(jaxpr, consts, [*fixed, *state, *given], off)
             return outs[: len(carry)], (outs[len(carry) :], inside)
 
-        start = [c if _is_key(c) else lifted(jnp.asarray(c)) for c in carry]
+        start = [c if _is_key(c) else in_float64(jnp.asarray(c)) for c in carry]
         end, (ys, inside) = jax.lax.scan(
             body, start, (xs, eps), length=p["length"], reverse=p["reverse"]
         )
@@ -259,7 +261,7 @@ class Interpreter:
             jax.lax.while_loop(
                 lambda c: self.run(*test, [*for_test, *c])[0][0],
                 lambda c: self.run(*body, [*for_body, *c])[0],
-                [lifted(c) for c in carry],
+                [in_float64(c) for c in carry],
             )
         )
 
@@ -502,7 +504,7 @@ class JaxProgram:
     @cached_property
     def constants(self) -> list[Array]:
         """Arrays that the function closes over."""
-        return [lifted(np.asarray(c)) for c in self._consts if is_number(c)]
+        return [in_float64(np.asarray(c)) for c in self._consts if is_number(c)]
 
     def _evaluate(self, jaxpr_args: Any, *, custom: bool, shift: Any = 0.0, eps: Any = None) -> Any:
         interpreter = Interpreter(custom=custom, shift=shift)
@@ -539,17 +541,17 @@ class JaxProgram:
                 return outs[-1], outs[:-1]
 
             start = [given[0][k] for k in floats], [given[1][k] for k in real]
-            slope = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
-            (total, rest), slopes = slope(*start)
-            return rest, total, slopes
+            value_and_derivatives = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+            (total, rest), derivatives = value_and_derivatives(*start)
+            return rest, total, derivatives
 
-        rest, total, slopes = self._call("main", main, arguments, np.float64(shift))
+        rest, total, derivatives = self._call("main", main, arguments, np.float64(shift))
         gradients: list[Any] = [
             np.zeros(np.shape(leaf)) if is_number(leaf) else None for leaf in leaves
         ]
-        for k, slope in zip(floats, slopes[0], strict=True):
+        for k, slope in zip(floats, derivatives[0], strict=True):
             gradients[self._numbers[k]] = slope
-        by_input = dict(zip(real, slopes[1], strict=True))
+        by_input = dict(zip(real, derivatives[1], strict=True))
         return JaxRun(
             rest[: self.outs],
             rest[self.outs :],
@@ -569,11 +571,11 @@ class JaxProgram:
 
     def forward(
         self, leaves: Any, inputs: Any, targets: Any
-    ) -> tuple[list[Array], float, list[Result]]:
+    ) -> tuple[list[Array], float, list[EquationResult]]:
         """Return the outputs, the loss, and the results of all equations."""
         arguments = self._arguments(leaves, inputs, targets)
         outs, records = self._call("forward", lambda a: self._evaluate(a, custom=True), arguments)
-        results = jax.tree.leaves(records, is_leaf=lambda part: isinstance(part, Result))
+        results = jax.tree.leaves(records, is_leaf=lambda part: isinstance(part, EquationResult))
         return outs[: self.outs], float(outs[-1]), results
 
     def cotangents(self, leaves: Any, inputs: Any, targets: Any) -> list[Array]:
@@ -581,13 +583,13 @@ class JaxProgram:
         arguments = self._arguments(leaves, inputs, targets)
         shape = jax.eval_shape(lambda a: self._evaluate(a, custom=False)[1], arguments)
 
-        def slopes(given: Any) -> Any:
+        def cotangents_of(given: Any) -> Any:
             zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
             return jax.grad(lambda eps: self._evaluate(given, custom=False, eps=eps)[0][-1])(zeros)
 
         return [
             c
-            for c in jax.tree.leaves(self._call("cotangents", slopes, arguments))
+            for c in jax.tree.leaves(self._call("cotangents", cotangents_of, arguments))
             if c.dtype.kind == "f"
         ]
 

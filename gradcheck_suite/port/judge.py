@@ -33,7 +33,7 @@ from gradcheck_suite.port.gradients import place_gradient, stops, wrong_gradient
 from gradcheck_suite.port.mapping import StateMap
 from gradcheck_suite.port.matching import Matching, array, outputs_error
 from gradcheck_suite.port.mistakes import mistakes
-from gradcheck_suite.port.number_sets import SAME, Array, aligned, error
+from gradcheck_suite.port.number_sets import SAME, Array, error, with_axes_aligned
 from gradcheck_suite.port.pair import (
     JaxModel,
     Port,
@@ -48,18 +48,18 @@ from gradcheck_suite.port.precision import precision_findings
 from gradcheck_suite.port.rare_inputs import other_orders
 from gradcheck_suite.port.result import Kind, MapRow, PortFinding, PortResult
 from gradcheck_suite.port.running_statistics import statistic_faults
-from gradcheck_suite.port.search import LEAST, PLACES, Found, Repairs, Search
+from gradcheck_suite.port.search import LEAST, PLACES, CauseSearch, FoundChange, Repairs
 from gradcheck_suite.port.sides import Point, Sides, exchanged, input_name
 from gradcheck_suite.port.sizes import expect_sizes
 from gradcheck_suite.port.torch_program import (
     LOSS,
-    Call,
     Change,
+    OperationCall,
     Ref,
     TorchProgram,
     TorchRun,
-    fill,
     flat,
+    with_tensors,
 )
 from gradcheck_suite.port.updates import STEP, Updates
 
@@ -93,7 +93,7 @@ def _relative(expected: Any, observed: Array) -> Array:
     number.
     """
     wanted = array(expected).astype(np.float64)
-    found = aligned(array(observed), wanted).astype(np.float64)
+    found = with_axes_aligned(array(observed), wanted).astype(np.float64)
     if found.shape != wanted.shape:
         return np.full(1, np.inf)
     off = np.where((found == wanted) | (np.isnan(found) & np.isnan(wanted)), 0.0, found - wanted)
@@ -101,7 +101,7 @@ def _relative(expected: Any, observed: Array) -> Array:
     return np.where(np.isfinite(off), off, np.inf) / largest
 
 
-class Judge:
+class PairJudge:
     """Judges one pair.
 
     Args:
@@ -456,7 +456,7 @@ class Judge:
 
     def _searched(
         self, point: Point, loss: bool
-    ) -> tuple[Search, list[Ref], list[int], Found | None]:
+    ) -> tuple[CauseSearch, list[Ref], list[int], FoundChange | None]:
         """Return the search at a point, the ends that differ, the first lost calls, and what was
         found.
         """
@@ -471,7 +471,7 @@ class Judge:
         # the port's value in place of torch's, where the cause is unknown, is that of one point
         # alone
         witnesses = () if self._opaque else tuple(self.sides.witnesses(point))
-        search = Search(
+        search = CauseSearch(
             program,
             matching,
             self.repairs,
@@ -588,7 +588,7 @@ class Judge:
         return False
 
     def _explained(
-        self, matching: Matching, found: Found, numbers: Mapping[str, Any], after: str
+        self, matching: Matching, found: FoundChange, numbers: Mapping[str, Any], after: str
     ) -> None:
         hypothesis = found.hypothesis
         calls = matching.program.calls
@@ -636,7 +636,7 @@ class Judge:
 
     def _unknown(
         self,
-        search: Search,
+        search: CauseSearch,
         point: Point,
         index: int,
         numbers: Mapping[str, Any],
@@ -680,7 +680,7 @@ class Judge:
         self._repaired.append(Repair(hypothesis, finding))
         self.repairs = self.repairs.with_change(hypothesis)
 
-    def _value_put_in(self, search: Search, index: int) -> Hypothesis | None:
+    def _value_put_in(self, search: CauseSearch, index: int) -> Hypothesis | None:
         """Return the port's value in place of the result of the first lost call or of one behind
         it, if what follows agrees then.
         """
@@ -692,7 +692,7 @@ class Judge:
                 out = search.matching.run.seen[place][0]
                 if isinstance(out, torch.Tensor):
                     for i in numbers.of_size(out.numel())[:PUT_IN]:
-                        yield place, aligned(numbers.arrays[i], array(out))
+                        yield place, with_axes_aligned(numbers.arrays[i], array(out))
 
         def tried(candidate: tuple[int, Array]) -> Explanation[Hypothesis] | None:
             place, theirs = candidate
@@ -769,7 +769,7 @@ class Judge:
             try:
                 program = self.sides.torch_program(point)
                 self._run(point)
-                run, expected = self.sides.slopes(program, self.repairs)
+                run, expected = self.sides.torch_gradients(program, self.repairs)
             except RAISED:
                 if point is self.sides.given:
                     raise
@@ -844,7 +844,9 @@ class Judge:
         pair = self.pair
         if pair.torch_optimizer is None:
             return
-        _, gradient = self.sides.slopes(self.sides.torch_program(self.sides.given), Repairs())
+        _, gradient = self.sides.torch_gradients(
+            self.sides.torch_program(self.sides.given), Repairs()
+        )
         set_state(pair.module, self.sides.state)
         updates = Updates(
             self.map,
@@ -996,7 +998,7 @@ class Judge:
             call = program.calls[index]
             outs = run.seen[index]
             if outs and isinstance(outs[0], torch.Tensor):
-                args, kwargs = fill((call.args, call.kwargs), run.get)
+                args, kwargs = with_tensors((call.args, call.kwargs), run.get)
                 for one in islice(mistakes(index, call, args, kwargs, outs[0]), 3):
                     words = f"{one.cause} ({one.words}) at {call.path or 'the model'}"
                     yield _Planted(one, words)
@@ -1054,7 +1056,7 @@ def _has_same_outputs(matching: Matching) -> bool:
     return all(_has_same_numbers(mine, other) for mine, other in pairs)
 
 
-def _named(call: Call) -> str:
+def _named(call: OperationCall) -> str:
     return f"{call.label} as at {call.where}" if call.where else call.label
 
 
@@ -1089,7 +1091,7 @@ def judged(
     state = state_of(pair.module)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the programs are small
-    judge = Judge(
+    judge = PairJudge(
         pair,
         notes,
         options,

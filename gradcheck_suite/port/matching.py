@@ -15,9 +15,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradcheck_suite.port.jax_program import Equation
-from gradcheck_suite.port.number_sets import SAME, Array, Numbers, aligned, error, telling, variety
-from gradcheck_suite.port.torch_program import Call, Ref, TorchProgram, TorchRun, fill
+from gradcheck_suite.port.jax_program import FloatEquation
+from gradcheck_suite.port.number_sets import (
+    SAME,
+    Array,
+    Numbers,
+    error,
+    telling,
+    variety,
+    with_axes_aligned,
+)
+from gradcheck_suite.port.torch_program import (
+    OperationCall,
+    Ref,
+    TorchProgram,
+    TorchRun,
+    with_tensors,
+)
 
 
 def array(value: Any) -> Array:
@@ -45,7 +59,7 @@ class Side:
     """
 
     values: list[Array]
-    equations: list[Equation | None]
+    equations: list[FloatEquation | None]
     outs: list[Array]
     loss: float
     tolerance: float = SAME
@@ -61,7 +75,7 @@ class Side:
         return self.numbers.holds(array(first)) if isinstance(first, torch.Tensor) else None
 
 
-def only_moves(call: Call, outs: Sequence[Any], run: TorchRun) -> bool:
+def only_moves(call: OperationCall, outs: Sequence[Any], run: TorchRun) -> bool:
     """Return whether a call's result has no other numbers than what it reads: a reshape, a mask, a
     maximum.
 
@@ -82,7 +96,7 @@ def outputs_error(expected: Sequence[Any], observed: Sequence[Any]) -> float:
     worst = 0.0
     for mine, other in zip(expected, observed, strict=False):
         wanted = array(mine)
-        worst = max(worst, error(aligned(array(other), wanted), wanted))
+        worst = max(worst, error(with_axes_aligned(array(other), wanted), wanted))
     return worst
 
 
@@ -127,7 +141,7 @@ class Matching:
         for index, call in enumerate(self.program.calls):
             outs = self.run.seen[index]
             if outs and isinstance(outs[0], torch.Tensor):
-                args, _ = fill((call.args, call.kwargs), self.run.get)
+                args, _ = with_tensors((call.args, call.kwargs), self.run.get)
                 found += [array(v) for v in _inside(call, args, outs[0])]
         return found
 
@@ -277,7 +291,7 @@ class Matching:
         return "", None
 
 
-def _inside(call: Call, args: Any, out: torch.Tensor) -> list[torch.Tensor]:
+def _inside(call: OperationCall, args: Any, out: torch.Tensor) -> list[torch.Tensor]:
     across = [1, -1, *[1] * (out.dim() - 2)]
     if call.name == "addmm":
         return [out - args[0]]

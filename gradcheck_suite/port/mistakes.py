@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - as torch's documents call it
 
-from gradcheck_suite.port.alterations import Options, Row
+from gradcheck_suite.port.alterations import AlterationFamily, Options
 from gradcheck_suite.port.changes import CallArguments, Hypothesis, in_place_of
-from gradcheck_suite.port.torch_program import Call
+from gradcheck_suite.port.torch_program import OperationCall
 
 # Normalization, in all forms that are in use.
 
@@ -356,7 +356,7 @@ ACTIVATION = "activation"
 MATH = "exp|expm1|log|log1p|sqrt|rsqrt|neg|reciprocal|square|abs|sin|cos"
 
 
-def is_activation(call: Call) -> bool:
+def is_activation(call: OperationCall) -> bool:
     """Return whether a call has one tensor and needs no more, and works element by element.
 
     Mathematics is none.
@@ -646,7 +646,7 @@ def _axes(a: CallArguments, out: Any) -> list[int]:
     return [d for d in range(out.dim()) if d != a.dim % out.dim()]
 
 
-def _argument(cause: str, operations: str, name: str, values: Options) -> Row:
+def _argument(cause: str, operations: str, name: str, values: Options) -> AlterationFamily:
     """Return that an argument has another value."""
 
     def others(a: CallArguments, out: Any) -> list[Any]:
@@ -659,7 +659,7 @@ def _argument(cause: str, operations: str, name: str, values: Options) -> Row:
         ]
 
     words = f"no {name}" if values == (None,) else f"{name} {{}} instead of {{given.{name}}}"
-    return Row(
+    return AlterationFamily(
         cause,
         operations,
         words,
@@ -689,7 +689,7 @@ FORMULAS = (
     _argument("axis", "cumsum|cumprod", "dim", _axes),
     _argument("class-weights", "nll_loss.*|binary_cross_entropy.*", "weight", (None,)),
     _argument("class-weights", "binary_cross_entropy.*", "pos_weight", (None,)),
-    Row(
+    AlterationFamily(
         "class-weights",
         "binary_cross_entropy_with_logits",
         "the weights of the positive targets on all",
@@ -701,49 +701,51 @@ FORMULAS = (
     _argument("loss-threshold", "smooth_l1_loss", "beta", (1.0, 0.5, 2.0, 0.1, 1 / 9)),
     _argument("loss-threshold", "huber_loss", "delta", (1.0, 0.5, 2.0, 0.1, 1.35)),
     # convolution, pooling, resizing
-    Row("padding", "convolution", "{} elements of padding in front", _convolution, _lows),
-    Row(
+    AlterationFamily(
+        "padding", "convolution", "{} elements of padding in front", _convolution, _lows
+    ),
+    AlterationFamily(
         "kernel-flipped",
         "convolution",
         "the kernel flipped",
         lambda a, p: _convolution(a, a.padding, flip=True),
     ),
-    Row(
+    AlterationFamily(
         "kernel-flipped and padding",
         "convolution",
         "the kernel flipped, {} elements of padding in front",
         lambda a, low: _convolution(a, low, flip=True),
         _lows,
     ),
-    Row(
+    AlterationFamily(
         "kernel-transposed",
         "convolution",
         "axes {} of the kernel exchanged",
         lambda a, p: a.out(weight=a.weight.transpose(*p)),
         ((2, 3), (0, 1)),
     ),
-    Row(
+    AlterationFamily(
         "padding-mode",
         "convolution",
         "padding of the kind {}",
         lambda a, m: _convolution(a, a.padding, mode=m),
         MODES,
     ),
-    Row(
+    AlterationFamily(
         "dilation",
         "convolution",
         "dilation and padding {}",
         lambda a, p: _convolution(a, p[1], dilation=[p[0]]),
         _steps("dilation"),
     ),
-    Row(
+    AlterationFamily(
         "stride",
         "convolution",
         "stride and padding {}",
         lambda a, p: _convolution(a, p[1], stride=[p[0]]),
         _steps("stride"),
     ),
-    Row(
+    AlterationFamily(
         "group-order",
         "convolution",
         "the channels of groups interleaved",
@@ -752,7 +754,7 @@ FORMULAS = (
         ),
     ),
     *(
-        Row(
+        AlterationFamily(
             "pool-kind",
             "(avg|max)_pool.*",
             f"the {kind}, padded by {{}}",
@@ -761,13 +763,13 @@ FORMULAS = (
         )
         for kind in ("maximum", "average", "average of what is inside")
     ),
-    Row(
+    AlterationFamily(
         "padding-mode",
         "max_pool.*",
         "zeros in the padding",
         lambda a, p: _pooled(a, max(a.padding), "maximum with zeros"),
     ),
-    Row(
+    AlterationFamily(
         "pool-kind",
         "_?adaptive_(avg|max)_pool.*",
         "the {}",
@@ -776,8 +778,8 @@ FORMULAS = (
         ),
         ("max", "avg"),
     ),
-    Row("average-window", "_?adaptive_(avg|max)_pool.*", "windows {}", _binned, BINS),
-    Row(
+    AlterationFamily("average-window", "_?adaptive_(avg|max)_pool.*", "windows {}", _binned, BINS),
+    AlterationFamily(
         "resize-mode",
         "_?upsample.*",
         "resizing by {}",
@@ -794,24 +796,24 @@ FORMULAS = (
     ),
     # normalization, activation, softmax
     *(
-        Row(cause, NORMS, words, lambda a, p, how=how: _norm(a, **how))
+        AlterationFamily(cause, NORMS, words, lambda a, p, how=how: _norm(a, **how))
         for words, (cause, how) in NORM_FORMS.items()
     ),
-    Row(
+    AlterationFamily(
         "norm-axis",
         ".*layer_norm",
         "normalization over axes {}",
         lambda a, over: _norm(a, over=over),
         lambda a, out: _groups_of_axes(out.dim()),
     ),
-    Row(
+    AlterationFamily(
         "norm-axis",
         "_weight_norm.*",
         "the norm over axes {}",
         lambda a, over: a.v * a.g / a.v.pow(2).sum(over, keepdim=True).sqrt(),
         lambda a, out: _one_axis_or_all_others(out.dim()),
     ),
-    Row(
+    AlterationFamily(
         "groups",
         ".*group_norm",
         "{} groups",
@@ -820,7 +822,7 @@ FORMULAS = (
             [g for g in range(1, out.shape[1] + 1) if out.shape[1] % g == 0 and g != a.group]
         ),
     ),
-    Row(
+    AlterationFamily(
         "norm-axis",
         ".*batch_norm",
         "{} channels normalized together",
@@ -829,34 +831,36 @@ FORMULAS = (
             [d for d in range(2, out.shape[1] + 1) if out.shape[1] % d == 0 and _trains(a)]
         ),
     ),
-    Row(
+    AlterationFamily(
         "missing-norm",
         NORMS,
         "no normalization, scale and bias alone",
         lambda a, p: _scaled(a, a.first),
     ),
-    Row("missing-activation", ACTIVATION, "no activation", lambda a, p: a.first + 0.0),
-    Row("sign", "neg", "the sign not exchanged", lambda a, p: a.first + 0.0),
-    Row("missing-operation", MATH, "none", lambda a, p: a.first + 0.0),
+    AlterationFamily("missing-activation", ACTIVATION, "no activation", lambda a, p: a.first + 0.0),
+    AlterationFamily("sign", "neg", "the sign not exchanged", lambda a, p: a.first + 0.0),
+    AlterationFamily("missing-operation", MATH, "none", lambda a, p: a.first + 0.0),
     *(
-        Row("activation", operations, "{}", lambda a, name: ACTIVATIONS[name](a.first), ACTIVATIONS)
+        AlterationFamily(
+            "activation", operations, "{}", lambda a, name: ACTIVATIONS[name](a.first), ACTIVATIONS
+        )
         for operations in (ACTIVATION, MATH)
     ),
-    Row(
+    AlterationFamily(
         "softmax-axis",
         SOFTMAX,
         "softmax over axis {}",
         lambda a, d: getattr(a.self.clamp_min(-1e30), a.call.name.strip("_"))(d),
         _axes,
     ),
-    Row(
+    AlterationFamily(
         "softmax-kind",
         SOFTMAX,
         "{}",
         lambda a, name: getattr(a.self, name)(*[a.dim][: name != "sigmoid"]),
         ("log_softmax", "softmax", "sigmoid"),
     ),
-    Row(
+    AlterationFamily(
         "mask-value",
         SOFTMAX,
         "rows that see nothing as {:.6g}",
@@ -865,22 +869,24 @@ FORMULAS = (
     ),
     # embeddings, masks
     # an array of JAX has its last row beyond its end, and counts negative indices from there
-    Row(
+    AlterationFamily(
         "index-offset",
         "embedding",
         "rows {:+d} away",
         lambda a, p: a.weight[(a.indices + p).clamp_max(len(a.weight) - 1) % len(a.weight)],
         (1, -1, 2, -2),
     ),
-    Row("index-offset", "index", "indices {:+d} away, around the end", _reindexed, (1, -1)),
-    Row(
+    AlterationFamily(
+        "index-offset", "index", "indices {:+d} away, around the end", _reindexed, (1, -1)
+    ),
+    AlterationFamily(
         "other-position",
         "index",
         "position {} of every row",
         lambda a, p: a.out(indices=[*a.indices[:-1], torch.full_like(a.indices[-1], p)]),
         lambda a, out: [-1, 0] if a.indices[-1].dtype == torch.int64 else [],
     ),
-    Row(
+    AlterationFamily(
         "padding-row",
         "embedding",
         "row {} taken as zeros",
@@ -889,43 +895,47 @@ FORMULAS = (
             {0, 1, len(a.weight) - 1, *([a.padding_idx] if a.padding_idx >= 0 else [])}
         ),
     ),
-    Row(
+    AlterationFamily(
         "embedding-scale",
         "embedding",
         "rows times {:.6g}",
         lambda a, p: a.out() * p,
         lambda a, out: [out.shape[-1] ** 0.5, out.shape[-1] ** -0.5, float(out.shape[-1])],
     ),
-    Row(
+    AlterationFamily(
         "constant",
         "pow",
         "base {:g}",
         lambda a, base: base**a.exponent,
         lambda a, out: [] if isinstance(a.self, torch.Tensor) else [1e4, 5e5, 1e6, 1e3, 1e5, 100.0],
     ),
-    Row(
+    AlterationFamily(
         "mask-polarity",
         "tril_?|triu_?",
         "the other triangle",
         lambda a, p: a.self.triu(a.diagonal) if "tril" in a.call.name else a.self.tril(a.diagonal),
     ),
-    Row(
+    AlterationFamily(
         "comparison",
         "gt|ge|lt|le",
         "{}",
         lambda a, p: getattr(torch, p)(a.self, a.other),
         lambda a, out: COMPARED[a.call.name],
     ),
-    Row("mask-polarity", "eq|ne|logical_not|bitwise_not", "the opposite", lambda a, p: ~a.out()),
-    Row("mask-value", "where|masked_fill_?", "masked elements as {:g}", _filled, FILLS),
-    Row(
+    AlterationFamily(
+        "mask-polarity", "eq|ne|logical_not|bitwise_not", "the opposite", lambda a, p: ~a.out()
+    ),
+    AlterationFamily(
+        "mask-value", "where|masked_fill_?", "masked elements as {:g}", _filled, FILLS
+    ),
+    AlterationFamily(
         "mask-polarity",
         "where|masked_fill_?",
         "the mask inverted, with {:g}",
         lambda a, p: _filled(a, p, invert=True),
         (-1e30, -1e9, -1e4, -1e10),
     ),
-    Row(
+    AlterationFamily(
         "mask-value",
         "where|masked_fill_?",
         "{:g} added where masked",
@@ -933,7 +943,7 @@ FORMULAS = (
         [f for f in FILLS if -math.inf < f < -1],
     ),
     *(
-        Row(
+        AlterationFamily(
             "mask-polarity" if invert else "mask-value",
             "add",
             "the mask inverted ({:g})" if invert else "{:g} where masked",
@@ -942,16 +952,18 @@ FORMULAS = (
         )
         for invert, put in product((False, True), (False, True))
     ),
-    Row("missing-mask", "add", "no mask", lambda a, p: _added(a, p), _where_masked([0.0])),
+    AlterationFamily(
+        "missing-mask", "add", "no mask", lambda a, p: _added(a, p), _where_masked([0.0])
+    ),
     # parts and orders of elements
-    Row(
+    AlterationFamily(
         "missing-transpose",
         "permute|transpose|t",
         "the elements read in their old order",
         lambda a, p: a.self.reshape(a.out().shape),
     ),
     *(
-        Row(
+        AlterationFamily(
             cause,
             "cat|stack",
             "the parts in the other order",
@@ -960,43 +972,45 @@ FORMULAS = (
         )
         for cause in ("order-of-parts", "reversed")
     ),
-    Row(
+    AlterationFamily(
         "parts-swapped",
         "(unsafe_)?split.*|unbind|chunk",
         "parts {} exchanged",
         _parts_exchanged,
         lambda a, out: combinations(range(len(a.every())), 2),
     ),
-    Row(
+    AlterationFamily(
         "roll-direction",
         "roll",
         "rolled the other way",
         lambda a, p: a.out(shifts=[-s for s in a.shifts]),
     ),
-    Row("padding", "constant_pad_nd", "padding {}", lambda a, pad: a.out(pad=pad), _other_pads),
-    Row(
+    AlterationFamily(
+        "padding", "constant_pad_nd", "padding {}", lambda a, pad: a.out(pad=pad), _other_pads
+    ),
+    AlterationFamily(
         "padding-mode",
         "(constant|reflection|replication)_pad.*",
         "padding of the kind {}",
         lambda a, mode: _padded(a.self, a.values.get("pad") or a.padding, mode),
         ("constant", *MODES),
     ),
-    Row(
+    AlterationFamily(
         "reduction",
         "minimum|maximum",
         "the {} of both",
         lambda a, kind: REDUCTIONS[kind](torch.stack((a.self, a.other)), [0], False),
         REDUCTIONS,
     ),
-    Row(
+    AlterationFamily(
         "reduction",
         "select",
         "the {} instead of one element",
         lambda a, kind: REDUCTIONS[kind](a.self, [a.dim], False),
         REDUCTIONS,
     ),
-    Row("other-slice", "slice", "all elements", lambda a, p: a.self + 0.0),
-    Row(
+    AlterationFamily("other-slice", "slice", "all elements", lambda a, p: a.self + 0.0),
+    AlterationFamily(
         "other-slice",
         "slice",
         "elements from {} on",
@@ -1004,25 +1018,29 @@ FORMULAS = (
         lambda a, out: range(min(a.self.shape[a.dim] - out.shape[a.dim] + 1, 64)),
     ),
     # reductions, sums and products
-    Row("missing-root", "std|norm|linalg_vector_norm", "the square", lambda a, p: a.out() ** 2),
-    Row("variance-correction", "var|std|var_mean|std_mean", "the {}", _reduced, VARIANCES),
-    Row("reduction", REDUCING, "the {}", _reduced, REDUCTIONS),
-    Row(
+    AlterationFamily(
+        "missing-root", "std|norm|linalg_vector_norm", "the square", lambda a, p: a.out() ** 2
+    ),
+    AlterationFamily(
+        "variance-correction", "var|std|var_mean|std_mean", "the {}", _reduced, VARIANCES
+    ),
+    AlterationFamily("reduction", REDUCING, "the {}", _reduced, REDUCTIONS),
+    AlterationFamily(
         "reduction",
         "(index_add|scatter_add|scatter_reduce)_?",
         "the {} of the elements at an index",
         _scattered,
         ("sum", "mean", "amax", "amin"),
     ),
-    Row(
+    AlterationFamily(
         "empty-segment",
         "scatter_reduce_?",
         "{:g} where no element has the index",
         _where_empty,
         (-math.inf, math.inf, 0.0, 1.0, math.nan),
     ),
-    Row("axis", REDUCING, "axes {}", _along, _other_axes),
-    Row(
+    AlterationFamily("axis", REDUCING, "axes {}", _along, _other_axes),
+    AlterationFamily(
         "axis",
         REDUCING,
         "axes {}, which are kept",
@@ -1033,34 +1051,34 @@ FORMULAS = (
             *_other_axes(a, out),
         ],
     ),
-    Row(
+    AlterationFamily(
         "count",
         "mean",
         "the mean over a count of {:+d}",
         lambda a, p: a.out() * (n := a.first.numel() // max(a.out().numel(), 1)) / (n + p),
         (1, -1),
     ),
-    Row(
+    AlterationFamily(
         "other-slice",
         REDUCING,
         "a part of the axis alone (start, length): {}",
         _of_part,
         _parts_of_axis,
     ),
-    Row(
+    AlterationFamily(
         "cumulative-sum",
         "cumsum",
         "a sum without the element itself",
         lambda a, p: a.self.cumsum(a.dim) - a.self,
     ),
-    Row(
+    AlterationFamily(
         "cumulative-sum",
         "cumsum",
         "a sum from the other end",
         lambda a, p: a.self.flip(a.dim).cumsum(a.dim).flip(a.dim),
     ),
-    Row("missing-bias", "addmm", "no bias", lambda a, p: a.mat1 @ a.mat2),
-    Row(
+    AlterationFamily("missing-bias", "addmm", "no bias", lambda a, p: a.mat1 @ a.mat2),
+    AlterationFamily(
         "eps-place",
         "add",
         "{:g} added to the square, inside of the root",
@@ -1070,7 +1088,7 @@ FORMULAS = (
         ),
     ),
     *(
-        Row(
+        AlterationFamily(
             "eps-place",
             "clamp_min|clamp",
             words,
@@ -1086,51 +1104,57 @@ FORMULAS = (
             ),
         )
     ),
-    Row(
+    AlterationFamily(
         "sign",
         "add|sub|rsub",
-        "the other sign",
+        "the sign of one operand flipped",
         lambda a, p: a.self - a.other if a.call.name == "add" else a.self + a.other,
         _one,
     ),
-    Row(
+    AlterationFamily(
         "term-order",
         "add|sub|rsub",
         "the difference in the other order",
         lambda a, p: a.other - a.self,
         _one,
     ),
-    Row("product-for-sum", "add|sub", "a product", lambda a, p: a.self * a.other, _one),
-    Row("sum-for-product", "mul_?|div_?", "a sum", lambda a, p: a.self + a.other, _one),
-    Row(
+    AlterationFamily(
+        "product-for-sum", "add|sub", "a product", lambda a, p: a.self * a.other, _one
+    ),
+    AlterationFamily(
+        "sum-for-product", "mul_?|div_?", "a sum", lambda a, p: a.self + a.other, _one
+    ),
+    AlterationFamily(
         "unit-offset",
         "mul_?",
         "1 + the {} factor",
         lambda a, p: a.self * (1 + a.other) if p == "second" else (1 + a.self) * a.other,
         _both,
     ),
-    Row(
+    AlterationFamily(
         "scale",
         "mul_?|div_?",
         "the inverse",
         lambda a, p: a.self / a.other if "mul" in a.call.name else a.self * a.other,
         _one,
     ),
-    Row("missing-term", "addcmul", "a product alone", lambda a, p: a.value * a.tensor1 * a.tensor2),
-    Row(
+    AlterationFamily(
+        "missing-term", "addcmul", "a product alone", lambda a, p: a.value * a.tensor1 * a.tensor2
+    ),
+    AlterationFamily(
         "one-minus",
         "lerp",
         "the weights exchanged",
         lambda a, p: torch.lerp(a.end, a.self, a.weight),
     ),
     # losses
-    Row(
+    AlterationFamily(
         "ignore-index",
         "nll_loss.*",
         "a mean over all targets, ignored ones too",
         lambda a, p: _each(a).sum() / a.target.numel(),
     ),
-    Row(
+    AlterationFamily(
         "ignore-index",
         "nll_loss.*",
         "the weight of class 0 for ignored targets in the mean",
@@ -1139,19 +1163,19 @@ FORMULAS = (
         ),
         lambda a, out: [None] if a.weight is not None else [],
     ),
-    Row(
+    AlterationFamily(
         "ignore-index",
         "nll_loss.*",
         "ignored targets as class 0",
         lambda a, p: a.out(target=torch.where(a.target == a.ignore_index, 0, a.target)),
     ),
-    Row(
+    AlterationFamily(
         "class-weights",
         "nll_loss.*",
         "weighted losses divided by their number",
         lambda a, p: _each(a).sum() / (a.target != a.ignore_index).sum(),
     ),
-    Row(
+    AlterationFamily(
         "loss-kind",
         "smooth_l1_loss|huber_loss|mse_loss|l1_loss",
         "{}",
@@ -1162,7 +1186,7 @@ FORMULAS = (
 
 
 @cache
-def rows_of(operation: str, activates: bool) -> tuple[Row, ...]:
+def rows_of(operation: str, activates: bool) -> tuple[AlterationFamily, ...]:
     """Return the rows of an operation.
 
     Args:
@@ -1175,7 +1199,7 @@ def rows_of(operation: str, activates: bool) -> tuple[Row, ...]:
 
 
 def mistakes(
-    index: int, call: Call, args: Sequence[Any], kwargs: Any, out: Any
+    index: int, call: OperationCall, args: Sequence[Any], kwargs: Any, out: Any
 ) -> Iterator[Hypothesis]:
     """Yield the usual mistakes with one operation, by the table and by its numbers."""
     given = CallArguments(call, args, kwargs)
@@ -1193,7 +1217,7 @@ _NUMBERED = re.compile(
 BASES = (1e4, 1e3, 1e5, 5e5, 1e6, 100.0)
 
 
-def _other_numbers(index: int, call: Call, given: CallArguments) -> Iterator[Hypothesis]:
+def _other_numbers(index: int, call: OperationCall, given: CallArguments) -> Iterator[Hypothesis]:
     """Yield other values of a number that the author's code has in a sum, product, power or limit."""
     if not _NUMBERED.fullmatch(call.name):
         return

@@ -55,7 +55,7 @@ def error(observed: Array, expected: Array) -> float:
     return float(off.max() / largest) if largest > 0 else float(off.max())
 
 
-def aligned(observed: Array, expected: Array) -> Array:
+def with_axes_aligned(observed: Array, expected: Array) -> Array:
     """Return the observed array in the expected shape: the permutation of axes that fits best, or a
     reshape.
     """

@@ -98,7 +98,7 @@ Begin = Callable[[Any, Given], Callable[[Any], Any]]
 
 
 @contextmanager
-def noted(begin: Begin) -> Iterator[None]:
+def watched_calls(begin: Begin) -> Iterator[None]:
     """Tell of each call of a Function.
 
     An author may have kept `Function.apply` under a name before. It calls that of the class below

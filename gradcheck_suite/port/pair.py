@@ -193,7 +193,7 @@ def default_dtype(dtype: torch.dtype = torch.float64) -> Iterator[None]:
 
 
 @contextmanager
-def in_double() -> Iterator[None]:
+def float64_allowed() -> Iterator[None]:
     """Let the author's code make float64 tensors."""
     with default_dtype(), _Lifting():
         yield
@@ -359,7 +359,7 @@ def _path(keys: Sequence[Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Output:
+class OutputArray:
     """One array of an output.
 
     Attributes:
@@ -371,17 +371,17 @@ class Output:
     value: Any
 
 
-def named_outputs(out: Any, name: str = "") -> list[Output]:
+def named_outputs(out: Any, name: str = "") -> list[OutputArray]:
     """Return the arrays of an output of either side: sequences in order, dicts by sorted keys,
     dataclasses by field.
     """
     if isinstance(out, torch.Tensor | jax.core.Tracer | np.generic) or is_array(out):
-        return [Output(name, out)]
+        return [OutputArray(name, out)]
     if out is None or isinstance(out, str | bool | int | float):
         return []
     if not isinstance(out, Mapping | list | tuple) and not dataclasses.is_dataclass(out):
-        return [Output(name, leaf) for leaf in jax.tree.leaves(out) if leaf is not out]
-    found = list[Output]()
+        return [OutputArray(name, leaf) for leaf in jax.tree.leaves(out) if leaf is not out]
+    found = list[OutputArray]()
     for own, part in _parts_of(out):
         found += named_outputs(part, f"{name}.{own}".lstrip(".") if own else name)
     return found

@@ -18,8 +18,8 @@ from gradcheck_suite.port.drawing import limited, resampled
 from gradcheck_suite.port.sides import Point
 from gradcheck_suite.port.sizes import is_sized
 from gradcheck_suite.port.torch_program import (
-    Call,
     Change,
+    OperationCall,
     Ref,
     TorchProgram,
     TorchRun,
@@ -101,7 +101,7 @@ def _events(program: TorchProgram, watched: list[int], point: Point) -> set[Even
     return found
 
 
-def _ties(call: Call, run: TorchRun) -> Iterator[str]:
+def _ties(call: OperationCall, run: TorchRun) -> Iterator[str]:
     """Yield which elements that a call puts in order are equal, in words."""
     named = dict(zip(call.names, call.args, strict=False)) | call.kwargs
     dim = named.get("dim", -1)
@@ -200,7 +200,7 @@ def other_orders(program: TorchProgram, run: TorchRun) -> Iterator[Hypothesis]:
             yield Hypothesis("", "", dict.fromkeys(free, order))
 
 
-def _is_stable(call: Call) -> bool:
+def _is_stable(call: OperationCall) -> bool:
     named = dict(zip(call.names, call.args, strict=False)) | call.kwargs
     return bool(named.get("stable"))
 
@@ -213,7 +213,7 @@ def ordered(*, first: bool, signed: bool = False) -> Change:
         signed: whether -0 is less than 0, as `jax.lax.top_k` has it and torch has not.
     """
 
-    def change(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
+    def change(call: OperationCall, args: Any, kwargs: Any, get: Any) -> Any:
         given = CallArguments(call, args, kwargs)
         value = given.self
         dim = given.dim

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from gradcheck_suite.core.causes import parts_of, remedy
+from gradcheck_suite.core.causes import causes_of, remedy
 from gradcheck_suite.core.faults import FIX
 from gradcheck_suite.core.formats import Accepted, Notice
 from gradcheck_suite.core.results import (
@@ -179,7 +179,7 @@ class PortFinding(Violation):
         """Return the entries that accept the difference: of several causes, each of them."""
         known = list(entries)
         found = list[Accepted]()
-        for name in parts_of(self.diagnosis):
+        for name in causes_of(self.diagnosis):
             part = replace(self, diagnosis=name)
             fits = [one for one in known if part.is_accepted_by(str(one))]
             if not fits:

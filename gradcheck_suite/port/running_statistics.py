@@ -9,7 +9,7 @@ from itertools import chain
 import numpy as np
 from torch import nn
 
-from gradcheck_suite.port.alterations import Alteration, Row
+from gradcheck_suite.port.alterations import Alteration, AlterationFamily
 from gradcheck_suite.port.budget import Budget
 from gradcheck_suite.port.explanation import Explanation, best_explanation
 from gradcheck_suite.port.number_sets import Array, error
@@ -39,7 +39,7 @@ class StatisticFault:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _StatisticsUpdate:
     """A step of a running statistic.
 
     Attributes:
@@ -63,53 +63,53 @@ class _Step:
         return (1 - share) * self.before + share * batch
 
 
-def _other_momenta(step: _Step) -> list[float]:
+def _other_momenta(step: _StatisticsUpdate) -> list[float]:
     return [m for m in MOMENTA if m != step.momentum]
 
 
 MOMENTUM = "a momentum of {:g} instead of {given.momentum:g}"
-STATISTICS: tuple[Row, ...] = (
-    Row("not-updated", ".*", "no update", lambda s, _: s.before),
-    Row(
+STATISTICS: tuple[AlterationFamily, ...] = (
+    AlterationFamily("not-updated", ".*", "no update", lambda s, _: s.before),
+    AlterationFamily(
         "momentum-convention",
         ".*",
         "the old value times {given.momentum:g}",
         lambda s, _: s.taken(1 - s.momentum, s.batch),
     ),
-    Row("momentum", ".*", MOMENTUM, lambda s, m: s.taken(m, s.batch), _other_momenta),
-    Row("momentum", ".*", "the statistics of the batch alone", lambda s, _: s.batch),
-    Row(
+    AlterationFamily("momentum", ".*", MOMENTUM, lambda s, m: s.taken(m, s.batch), _other_momenta),
+    AlterationFamily("momentum", ".*", "the statistics of the batch alone", lambda s, _: s.batch),
+    AlterationFamily(
         "variance-correction",
         "running_var",
         "the biased variance",
         lambda s, _: s.taken(s.momentum, s.biased),
     ),
-    Row(
+    AlterationFamily(
         "momentum-convention",
         "running_var",
         "the old value times {given.momentum:g} and the biased variance",
         lambda s, _: s.taken(1 - s.momentum, s.biased),
     ),
-    Row(
+    AlterationFamily(
         "momentum",
         "running_var",
         f"{MOMENTUM} and the biased variance",
         lambda s, m: s.taken(m, s.biased),
         _other_momenta,
     ),
-    Row(
+    AlterationFamily(
         "momentum",
         "running_var",
         "the statistics of the batch alone and the biased variance",
         lambda s, _: s.biased,
     ),
-    Row(
+    AlterationFamily(
         "variance-correction",
         "running_var",
         "the variance corrected twice",
         lambda s, _: s.taken(s.momentum, s.batch * s.count / (s.count - 1)),
     ),
-    Row(
+    AlterationFamily(
         "eps-place",
         "running_var",
         "the variance with eps",
@@ -132,7 +132,7 @@ def statistic_faults(sides: Sides, allowed: float) -> Iterator[StatisticFault]:
             continue
         step = _step_of(sides, name, before, value)
 
-        def fits(one: Alteration, step: _Step = step) -> Explanation[Alteration] | None:
+        def fits(one: Alteration, step: _StatisticsUpdate = step) -> Explanation[Alteration] | None:
             return Explanation(one) if _nearest(one.make(step), extras) <= allowed else None
 
         own = name.rpartition(".")[2]
@@ -149,14 +149,14 @@ def _nearest(value: Array, extras: Sequence[Array]) -> float:
     return min((error(e.reshape(value.shape), value) for e in alike), default=float("inf"))
 
 
-def _step_of(sides: Sides, name: str, before: Array, after: Array) -> _Step:
+def _step_of(sides: Sides, name: str, before: Array, after: Array) -> _StatisticsUpdate:
     part = sides.pair.module.get_submodule(name.rpartition(".")[0])
     momentum = getattr(part, "momentum", None) or 0.1
     # solved for what the batch must have been: old and new value are known
     batch = (after - (1 - momentum) * before) / momentum
     count = _count(sides, name, part)
     biased = batch * (count - 1) / count
-    return _Step(
+    return _StatisticsUpdate(
         before,
         batch,
         biased,

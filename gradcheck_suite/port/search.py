@@ -20,8 +20,16 @@ from gradcheck_suite.port.budget import Budget
 from gradcheck_suite.port.changes import RAISED, Hypothesis, dense, of_ours
 from gradcheck_suite.port.explanation import Explanation, best_explanation
 from gradcheck_suite.port.matching import Matching, Side, array, outputs_error
-from gradcheck_suite.port.number_sets import aligned, variety
-from gradcheck_suite.port.torch_program import Call, Change, Ref, TorchProgram, TorchRun, fill, flat
+from gradcheck_suite.port.number_sets import variety, with_axes_aligned
+from gradcheck_suite.port.torch_program import (
+    Change,
+    OperationCall,
+    Ref,
+    TorchProgram,
+    TorchRun,
+    flat,
+    with_tensors,
+)
 
 MORE = 1500
 """Candidates among which a change that explains all is looked for, where one is known that explains much."""
@@ -56,7 +64,7 @@ FLAT = frozenset(
 
 
 @dataclass
-class Found:
+class FoundChange:
     """A change that explains something.
 
     Attributes:
@@ -78,7 +86,7 @@ class Found:
         """The number of calls that are explained."""
         return len(self.new)
 
-    def is_better_than(self, other: Found) -> bool:
+    def is_better_than(self, other: FoundChange) -> bool:
         """Return whether it leaves a smaller error, or explains more calls."""
         return self.error < other.error or self.gained > other.gained
 
@@ -86,7 +94,7 @@ class Found:
 def both(first: Change, second: Change) -> Change:
     """Return two changes of one call, done one after the other."""
 
-    def change(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
+    def change(call: OperationCall, args: Any, kwargs: Any, get: Any) -> Any:
         class Changed:
             _schema = call.op._schema
 
@@ -156,10 +164,10 @@ class Witness:
     same_inputs: bool = True
 
 
-Family = Callable[["Search", int], Iterator[Hypothesis]]
+Family = Callable[["CauseSearch", int], Iterator[Hypothesis]]
 
 
-class Search:
+class CauseSearch:
     """Tries hypotheses in a lost region.
 
     Args:
@@ -198,7 +206,7 @@ class Search:
 
     def find(
         self, families: Sequence[tuple[Family, str]], region: list[int], first: list[int]
-    ) -> Found | None:
+    ) -> FoundChange | None:
         """Return the best explanation, or None.
 
         Args:
@@ -217,9 +225,9 @@ class Search:
             "first": first[:3],
             "last": [i for i in reversed(region) if i not in order][:LAST],
         }
-        known = list[Found]()
+        known = list[FoundChange]()
 
-        def tried(row: tuple[Family, str]) -> Explanation[Found] | None:
+        def tried(row: tuple[Family, str]) -> Explanation[FoundChange] | None:
             family, where = row
             found = self._of_family(family, places[where])
             # a later family is less usual: it has to explain all, as what is tried last has to
@@ -235,7 +243,7 @@ class Search:
             return None
         return found.value
 
-    def _of_family(self, family: Family, places: list[int]) -> Explanation[Found] | None:
+    def _of_family(self, family: Family, places: list[int]) -> Explanation[FoundChange] | None:
         """Return what a family explains best."""
         passed = list[Hypothesis]()
 
@@ -246,7 +254,7 @@ class Search:
                         return
                     yield place, hypothesis
 
-        def tried(candidate: tuple[int, Hypothesis]) -> Explanation[Found] | None:
+        def tried(candidate: tuple[int, Hypothesis]) -> Explanation[FoundChange] | None:
             at = self._seen_at(*candidate)
             if not self._has_evidence(at, candidate[1]):
                 return None
@@ -347,7 +355,7 @@ class Search:
 
         return [i for i in breadth_first([place], behind_matched, 3) if i in self._inside]
 
-    def _explained(self, place: int, hypothesis: Hypothesis) -> Explanation[Found] | None:
+    def _explained(self, place: int, hypothesis: Hypothesis) -> Explanation[FoundChange] | None:
         found = self.test(place, hypothesis)
         found = found and self._everywhere(found)
         if found is None:
@@ -357,7 +365,7 @@ class Search:
             return None
         return Explanation(found, is_whole, found.gained)
 
-    def _hides(self, found: Found) -> bool:
+    def _hides(self, found: FoundChange) -> bool:
         """Return whether a change puts a zero in a place: that hides whatever else is wrong behind
         it.
 
@@ -369,7 +377,7 @@ class Search:
         mine = kinds[min(found.hypothesis.changes, default=found.place)]
         return any(kinds[i] == mine and i not in found.new for i in self.region)
 
-    def _is_scanty(self, found: Found) -> bool:
+    def _is_scanty(self, found: FoundChange) -> bool:
         """Return whether all that is explained is a number or two, which the port may have from
         another layer.
         """
@@ -377,7 +385,7 @@ class Search:
             return False
         return sum(variety(array(found.run.seen[i][0])) for i in found.new) < LEAST
 
-    def is_confirmed(self, found: Found) -> bool:
+    def is_confirmed(self, found: FoundChange) -> bool:
         """Return whether a change gives the port's values at other parameters and inputs, too."""
         for number, witness in enumerate(self._witnesses):
             if number not in self._runs_before:
@@ -407,7 +415,7 @@ class Search:
             return abs(float(run.loss) - side.loss) / max(abs(side.loss), 1e-300)
         return outputs_error(run.outs, side.outs)
 
-    def test(self, place: int, hypothesis: Hypothesis) -> Found | None:
+    def test(self, place: int, hypothesis: Hypothesis) -> FoundChange | None:
         """Run the program to its end with a hypothesis.
 
         Return None where it raises, or where its outputs have other shapes: the port's are known to
@@ -422,7 +430,7 @@ class Search:
         error = self._off(run, side)
         looked = sorted({place, *self.region[:60]})
         new = {i: self.matching.is_new(run.seen[i], self.matching.run.seen[i]) for i in looked}
-        return Found(
+        return FoundChange(
             hypothesis,
             place,
             error,
@@ -430,7 +438,7 @@ class Search:
             run,
         )
 
-    def _everywhere(self, found: Found) -> Found:
+    def _everywhere(self, found: FoundChange) -> FoundChange:
         """Return a change also at the other calls of its line: those of other time steps, and of
         repeated modules.
         """
@@ -445,7 +453,7 @@ class Search:
         for alike in ALIKE:
             if best.error <= self.close:
                 return best
-            changes = repeated(self.program, found.hypothesis, alike)
+            changes = at_every_call(self.program, found.hypothesis, alike)
             if changes.keys() in tried:
                 continue
             tried.append(set(changes))
@@ -600,8 +608,8 @@ def recomputed(
     def results(i: int) -> list[Any]:
         if i not in made:
             call = program.calls[i]
-            args = fill(call.args, value)
-            kwargs = fill(call.kwargs, value)
+            args = with_tensors(call.args, value)
+            kwargs = with_tensors(call.kwargs, value)
             if call.mutates:
                 args = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
             change = changes.get(i)
@@ -648,7 +656,7 @@ ALIKE: tuple[Alike, ...] = (
 """What calls of one line have in common where the same change is made at all of them."""
 
 
-def repeated(
+def at_every_call(
     program: TorchProgram, hypothesis: Hypothesis, alike: Alike = _role
 ) -> dict[int, Change]:
     """Return the changes of a hypothesis, made at all calls of their line that have something in
@@ -698,7 +706,7 @@ def in_every_layer(names: Sequence[str], leaves: Mapping[Any, Any]) -> dict[Any,
     return made
 
 
-def _keeps_matched(matching: Matching, found: Found) -> bool:
+def _keeps_matched(matching: Matching, found: FoundChange) -> bool:
     """Return whether each changed call whose result the port has still has a result of the port's."""
     matched = [i for i in found.hypothesis.changes if matching.status[i]]
     return all(matching.side.has(found.run.seen[i]) is not False for i in matched)
@@ -711,4 +719,4 @@ def _shapes(run: TorchRun) -> list[torch.Size]:
 def _is_nan_alone(mine: Any, theirs: Any) -> bool:
     """Return whether torch has NaN where the port has none."""
     wanted = array(mine)
-    return bool((np.isnan(wanted) & ~np.isnan(aligned(theirs, wanted))).any())
+    return bool((np.isnan(wanted) & ~np.isnan(with_axes_aligned(theirs, wanted))).any())

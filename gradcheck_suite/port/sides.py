@@ -18,15 +18,15 @@ from gradcheck_suite.errors import UsageError
 from gradcheck_suite.port.changes import RAISED
 from gradcheck_suite.port.jax_program import (
     TABLE_MARGIN,
+    EquationResult,
     JaxProgram,
     JaxRun,
-    Result,
-    lifted,
+    in_float64,
     rounding_table,
 )
 from gradcheck_suite.port.mapping import StateMap
 from gradcheck_suite.port.matching import Side, array, outputs_error
-from gradcheck_suite.port.number_sets import Array, aligned, error, turn
+from gradcheck_suite.port.number_sets import Array, error, turn, with_axes_aligned
 from gradcheck_suite.port.pair import (
     JaxModel,
     Port,
@@ -89,7 +89,7 @@ _ONE_EXAMPLE = (
     "an Equinox model usually takes one example: give apply=lambda model, *x: jax.vmap(model)(*x)"
     " and params=model"
 )
-Forward = tuple[list[Array], float, list[Result]]
+Forward = tuple[list[Array], float, list[EquationResult]]
 Value = TypeVar("Value")
 
 
@@ -240,8 +240,8 @@ class Sides:
         """Return leaves, inputs and targets of the JAX side, floats in float64."""
         return (
             self.leaves,
-            jax.tree.map(lifted, list(point.inputs)),
-            jax.tree.map(lifted, list(point.targets)),
+            jax.tree.map(in_float64, list(point.inputs)),
+            jax.tree.map(in_float64, list(point.targets)),
         )
 
     def jax_program(self, point: Point) -> JaxProgram:
@@ -388,7 +388,7 @@ class Sides:
                 self.unmatched.append(self._without_partner(i, out, theirs))
                 continue
             wanted = array(out)
-            errors = {k: error(aligned(array(every[k]), wanted), wanted) for k in fits}
+            errors = {k: error(with_axes_aligned(array(every[k]), wanted), wanted) for k in fits}
             best = min(fits, key=errors.__getitem__)
             left.remove(best)
             partners.append(order[best])
@@ -455,9 +455,9 @@ class Sides:
         """
         program = self.torch_program(point)
         run = self.jax_run(point)
-        base, slopes = self.slopes(program, Repairs())
+        base, torch_gradients = self.torch_gradients(program, Repairs())
         bounds = Bounds(RESOLUTION)
-        sizes = {n: float(np.abs(g).max(initial=0.0)) for n, g in slopes.items()}
+        sizes = {n: float(np.abs(g).max(initial=0.0)) for n, g in torch_gradients.items()}
         least = 1e-3 * RESOLUTION * max(sizes.values(), default=0.0) + 1e-300
         bounds.gradients = {n: 10 * RESOLUTION * size + least for n, size in sizes.items()}
         for draw in range(2):
@@ -465,16 +465,16 @@ class Sides:
             self._add(
                 bounds,
                 outputs_error(base.outs, moved.outs),
-                slopes,
+                torch_gradients,
                 others,
                 MARGIN,
             )
         if tables := self._tables(program):
-            moved, others = self.slopes(program, Repairs(), tables)
+            moved, others = self.torch_gradients(program, Repairs(), tables)
             self._add(
                 bounds,
                 outputs_error(base.outs, moved.outs),
-                slopes,
+                torch_gradients,
                 others,
                 1.0,
             )
@@ -506,14 +506,14 @@ class Sides:
         self,
         bounds: Bounds,
         off: float,
-        slopes: Mapping[str, Array],
+        torch_gradients: Mapping[str, Array],
         others: Mapping[str, Array],
         factor: float,
     ) -> None:
         bounds.outputs += factor * (off if np.isfinite(off) else 0.0)
         for name in bounds.gradients:
-            if name in slopes and name in others:
-                change = np.abs(others[name] - slopes[name])
+            if name in torch_gradients and name in others:
+                change = np.abs(others[name] - torch_gradients[name])
                 bounds.gradients[name] += factor * float(
                     change[np.isfinite(change)].max(initial=0.0)
                 )
@@ -530,14 +530,14 @@ class Sides:
         for kept in (_anywhere, _inside_of_range):
             try:
                 leaves = self._rounded_leaves(program, draw, kept)
-                run, slopes = self.slopes(program, Repairs(), leaves)
+                run, torch_gradients = self.torch_gradients(program, Repairs(), leaves)
             except RAISED:
                 continue
             if _finite_alike(base, run):
-                return run, slopes
+                return run, torch_gradients
         leaves = self._rounded_leaves(program, draw, _anywhere)
         of_state = {key: value for key, value in leaves.items() if key[0] == "state"}
-        return self.slopes(program, Repairs(), of_state)
+        return self.torch_gradients(program, Repairs(), of_state)
 
     def _rounded_leaves(
         self,
@@ -583,7 +583,7 @@ class Sides:
 
     # gradients
 
-    def slopes(
+    def torch_gradients(
         self,
         program: TorchProgram,
         repairs: Repairs,
@@ -599,11 +599,11 @@ class Sides:
         }
         run = repairs.run(program, grad=True, inputs=given)
         names = [n for n in self.map.names if n in program.parameters]
-        slopes = {n: np.zeros(self.map.base[n].shape) for n in names}
+        torch_gradients = {n: np.zeros(self.map.base[n].shape) for n in names}
         # inputs are moved by repairs, too: their gradient is by what the module gets
         keys = {n: ("state", n) for n in names}
         keys |= {input_name(int(k[1])): k for k in inputs if run.leaves[k].is_leaf}
-        return run, slopes | _slopes_by(run, keys)
+        return run, torch_gradients | _torch_gradients_by(run, keys)
 
     def gradients(self, run: JaxRun) -> dict[str, Array]:
         """Return the port's gradient of each torch tensor and of each input."""
@@ -616,7 +616,7 @@ class Sides:
         return {n: vector[self.map.part(n)].reshape(self.map.base[n].shape) for n in self.map.names}
 
 
-def _slopes_by(run: TorchRun, keys: Mapping[str, Any]) -> dict[str, Array]:
+def _torch_gradients_by(run: TorchRun, keys: Mapping[str, Any]) -> dict[str, Array]:
     """Return the gradient of the loss by some leaves, under their names; none where there is none."""
     if not run.loss.requires_grad:
         return {}

@@ -23,7 +23,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from gradcheck_suite.port.own_functions import CHECKPOINTED, Given, OwnFunction, noted
+from gradcheck_suite.port.own_functions import CHECKPOINTED, Given, OwnFunction, watched_calls
 from gradcheck_suite.port.pair import default_dtype, first_of_author, flat_output, without_low
 from gradcheck_suite.run.modes import Mode
 
@@ -48,14 +48,16 @@ FILLED = frozenset([Ref, list, tuple, dict])
 """Types of arguments that are, or may have, references."""
 
 
-def fill(template: Any, get: Callable[[Ref], Any]) -> Any:
+def with_tensors(template: Any, get: Callable[[Ref], Any]) -> Any:
     """Return arguments with tensors in place of references."""
     kind = type(template)
     if kind is Ref:
         return get(template)
     if kind is list or kind is tuple:
-        return kind([fill(part, get) if type(part) in FILLED else part for part in template])
-    return {k: fill(v, get) for k, v in template.items()} if kind is dict else template
+        return kind(
+            [with_tensors(part, get) if type(part) in FILLED else part for part in template]
+        )
+    return {k: with_tensors(v, get) for k, v in template.items()} if kind is dict else template
 
 
 def flat(out: Any) -> list[Any]:
@@ -112,7 +114,7 @@ LABELS = {
 
 
 @dataclass
-class Call:
+class OperationCall:
     """One operation.
 
     Attributes:
@@ -175,7 +177,7 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(first.as_strided(b.shape, b.stride(), b.storage_offset()).any())
 
 
-class _Recorder(Mode):
+class _OperationRecorder(Mode):
     """Records operations with the module and the line that call them.
 
     Autograd makes another Python object for a view, so that a tensor that is not known by its
@@ -184,7 +186,7 @@ class _Recorder(Mode):
 
     def __init__(self, leaves: Mapping[Any, torch.Tensor]) -> None:
         super().__init__()
-        self.calls: list[Call] = []
+        self.calls: list[OperationCall] = []
         self.stack: list[str] = []
         self._ids: dict[int, Ref] = {}
         self._keys: dict[Any, Ref] = {}
@@ -233,7 +235,7 @@ class _Recorder(Mode):
             if self._is_no_call(template[0][0], in_backward=in_backward):
                 self._note(out, template[0][0], keyed=False)
                 return out
-        call = Call(
+        call = OperationCall(
             func,
             template[0],
             template[1],
@@ -274,7 +276,7 @@ class _Recorder(Mode):
         path = self.stack[-1] if self.stack else None
         arguments = (self.ref(result), *refs)
         self.calls.append(
-            Call(own, arguments, {}, path, _line(), torch.is_grad_enabled(), [result])
+            OperationCall(own, arguments, {}, path, _line(), torch.is_grad_enabled(), [result])
         )
         self._note(result, Ref(len(self.calls) - 1, 0))
 
@@ -303,7 +305,7 @@ class _Recorder(Mode):
         is_saved = _saves_its_result(self.asked, before.kind, len(self.calls))
         return is_second or in_backward or is_saved
 
-    def _note_results(self, call: Call) -> None:
+    def _note_results(self, call: OperationCall) -> None:
         """Note the results of the last call."""
         index = len(self.calls) - 1
         first = call.outs[0] if call.outs else None
@@ -389,7 +391,7 @@ def _projections(q: Any, k: Any, v: Any, w: Any, b: Any = None) -> list[Any]:
 class _Steps(TorchFunctionMode):
     """Tells a recorder what is called, and takes attention in steps."""
 
-    def __init__(self, recorder: _Recorder) -> None:
+    def __init__(self, recorder: _OperationRecorder) -> None:
         super().__init__()
         self._recorder = recorder
 
@@ -404,7 +406,7 @@ class _Steps(TorchFunctionMode):
 
 
 @contextmanager
-def _attention_in_steps(recorder: _Recorder) -> Iterator[None]:
+def _attention_in_steps(recorder: _OperationRecorder) -> Iterator[None]:
     fast = torch.backends.mha.get_fastpath_enabled()
     functional = nn.functional
     torch.backends.mha.set_fastpath_enabled(False)
@@ -478,12 +480,12 @@ _EXACT: dict[Any, Callable[..., Any]] = {
 }
 
 
-Change = Callable[[Call, Any, Any, Callable[[Any], Any]], Any]
+Change = Callable[[OperationCall, Any, Any, Callable[[Any], Any]], Any]
 """(call, arguments, keyword arguments, get) -> results, in place of the call; `get` returns the tensor of a `Ref`."""
 
 
 def _changed(
-    call: Call, change: Change, args: Any, kwargs: Any, get: Callable[[Any], Any]
+    call: OperationCall, change: Change, args: Any, kwargs: Any, get: Callable[[Any], Any]
 ) -> list[Any]:
     """Return the results of a changed call.
 
@@ -532,12 +534,12 @@ class TorchProgram:
         self.given: dict[Any, torch.Tensor] = _numbered("input", arguments)
         self.given |= _numbered("target", wanted)
         self.state = {n: v.detach().clone() for n, v in own.items()}
-        self._recorder = _Recorder({("state", n): v for n, v in own.items()} | self.given)
+        self._recorder = _OperationRecorder({("state", n): v for n, v in own.items()} | self.given)
         with ExitStack() as stack:
             stack.enter_context(self._modules(module))
             stack.enter_context(default_dtype())
             stack.enter_context(_attention_in_steps(self._recorder))
-            stack.enter_context(noted(self._recorder.function))
+            stack.enter_context(watched_calls(self._recorder.function))
             stack.enter_context(self._recorder)
             out = module(*arguments, **pytree.tree_map(as_tensor, dict(kwargs)))
             self._recorder.stack.append(LOSS)
@@ -644,8 +646,8 @@ class TorchProgram:
         for index, call in enumerate(self.calls):
             made: list[Any] = []
             if index in self.needed:
-                args = fill(call.args, get)
-                kwargs = fill(call.kwargs, get)
+                args = with_tensors(call.args, get)
+                kwargs = with_tensors(call.kwargs, get)
                 with torch.set_grad_enabled(grad and (call.grad or index in opened)):
                     change = changes.get(index)
                     if index in opened and isinstance(call.op, OwnFunction):

@@ -36,7 +36,7 @@ def transforms(x: Any) -> Iterator[Alteration]:
 
 def _of_complex(x: Any) -> Iterator[Alteration]:
     yield Alteration("conjugated", "conjugated", torch.conj_physical)
-    yield Alteration("sign", "with the other sign", torch.neg)
+    yield Alteration("sign", "with its sign flipped", torch.neg)
     yield Alteration("conjugated", "with real and imaginary part exchanged", _exchanged_parts)
     yield Alteration(
         "other-value", "without its imaginary part", lambda v: torch.complex(v.real, 0 * v.real)
@@ -179,8 +179,8 @@ def swapped_blocks_of(x: Any, dim: int, k: int, a: int, b: int) -> Any:
 
 
 def signs(x: Any) -> Iterator[Alteration]:
-    """Yield a tensor with another sign, one added, or another factor."""
-    yield Alteration("sign", "with the other sign", lambda v: -v)
+    """Yield a tensor with its sign flipped, with 1 added, or with another factor."""
+    yield Alteration("sign", "with its sign flipped", lambda v: -v)
     yield Alteration("one-minus", "as 1 - x", lambda v: 1 - v)
     yield Alteration("unit-offset", "with 1 added", lambda v: v + 1)
     yield Alteration("unit-offset", "with 1 subtracted", lambda v: v - 1)

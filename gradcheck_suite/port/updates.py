@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.port.alterations import Alteration, Row
+from gradcheck_suite.port.alterations import Alteration, AlterationFamily
 from gradcheck_suite.port.budget import Budget
 from gradcheck_suite.port.explanation import Explanation, best_explanation
 from gradcheck_suite.port.jax_program import Stored, in_double
@@ -222,7 +222,7 @@ _SGD = "SGD"
 _ADAGRAD = "Adagrad"
 
 
-def _value_of(cause: str, key: str, *values: Any) -> Row:
+def _value_of(cause: str, key: str, *values: Any) -> AlterationFamily:
     """Return the row of other values of a setting."""
 
     def others(recipe: Recipe) -> list[Any]:
@@ -232,7 +232,7 @@ def _value_of(cause: str, key: str, *values: Any) -> Row:
         return [v for v in alike if v != mine] if mine is not None else []
 
     words = f"{key} {{}} instead of {{given.groups[0][{key}]}}"
-    return Row(
+    return AlterationFamily(
         cause,
         ".*",
         words,
@@ -241,7 +241,7 @@ def _value_of(cause: str, key: str, *values: Any) -> Row:
     )
 
 
-VALUES: tuple[Row, ...] = (
+VALUES: tuple[AlterationFamily, ...] = (
     _value_of(
         "optimizer-eps",
         "eps",
@@ -260,9 +260,9 @@ VALUES: tuple[Row, ...] = (
 """Other values of settings."""
 
 
-def _form(cause: str, optimizers: str, words: str, **form: Any) -> Row:
+def _form(cause: str, optimizers: str, words: str, **form: Any) -> AlterationFamily:
     """Return the row of a form that no class of torch's offers; see `_Written`."""
-    return Row(
+    return AlterationFamily(
         cause,
         optimizers,
         words,
@@ -270,7 +270,7 @@ def _form(cause: str, optimizers: str, words: str, **form: Any) -> Row:
     )
 
 
-FORMS: tuple[Row, ...] = (
+FORMS: tuple[AlterationFamily, ...] = (
     _form("momentum-convention", _SGD, "momentum as an average", average=True),
     _form(
         *("momentum-convention", _SGD, "momentum as an average without bias"),
@@ -301,14 +301,14 @@ FORMS: tuple[Row, ...] = (
         start=1.0,
         inside=True,
     ),
-    Row(
+    AlterationFamily(
         "initial-accumulator",
         _ADAGRAD,
         "an accumulator from {:g}, eps outside",
         lambda r, start: r.written(start=start),
         (0.1, 1.0, 0.0),
     ),
-    Row(
+    AlterationFamily(
         "initial-accumulator",
         _ADAGRAD,
         "an accumulator from {:g}, eps inside",

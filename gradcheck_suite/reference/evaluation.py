@@ -139,7 +139,7 @@ def evaluated_by(name: str) -> Iterator[None]:
 # Programs on tapes, and the calls of them that XLA is to check.
 
 
-class Program:
+class NumpyProgram:
     """A small program, evaluated by numpy."""
 
     def __init__(self, request: ProgramRequest) -> None:
@@ -176,7 +176,7 @@ class Sample:
     """
 
     request: ProgramRequest
-    program: Program
+    program: NumpyProgram
     arguments: tuple[Tree, ...]
     is_telling: bool
 
@@ -253,14 +253,14 @@ class Tapes:
             maximum: number of programs that are kept, and of calls that wait for a check.
         """
         self._maximum = maximum
-        self._programs: OrderedDict[Hashable, Program | None] = OrderedDict()
+        self._programs: OrderedDict[Hashable, NumpyProgram | None] = OrderedDict()
         self._samples: OrderedDict[Hashable, Sample] = OrderedDict()
         self._telling: dict[Hashable, bool] = {}
         self.checked = 0
         self.differences = dict[str, None]()
         self.of_gradient = ""
 
-    def program(self, request: ProgramRequest) -> Program | None:
+    def program(self, request: ProgramRequest) -> NumpyProgram | None:
         """Return a program as numpy evaluates it.
 
         None where XLA has to.
@@ -268,10 +268,10 @@ class Tapes:
         if request.key in self._programs:
             self._programs.move_to_end(request.key)
             return self._programs[request.key]
-        found: Program | None = None
+        found: NumpyProgram | None = None
         if request.is_small:
             try:
-                found = Program(request)
+                found = NumpyProgram(request)
             except UnknownPrimitiveError:
                 found = None
         self._programs[request.key] = found
@@ -286,7 +286,7 @@ class Tapes:
     def keep_sample(
         self,
         request: ProgramRequest,
-        program: Program,
+        program: NumpyProgram,
         arguments: tuple[Tree, ...],
         *,
         is_telling: bool,

@@ -378,7 +378,7 @@ def parts_as_items(
     return last.reshape(-1, last.shape[-1])
 
 
-class Objective:
+class WindowLosses:
     """The loss of every window: `objective` for each, and its gradient by the model's output.
 
     One program returns what an item contributes to a sum over items. Numpy divides by the windows'
@@ -455,8 +455,8 @@ class Objective:
 
 
 @lru_cache(maxsize=512)
-def _walk(problem: ProblemSpec) -> tuple[Walk, Objective]:
-    return Walk(problem.layers, input_signal(problem.input), ties=problem.ties), Objective(
+def _walk(problem: ProblemSpec) -> tuple[Walk, WindowLosses]:
+    return Walk(problem.layers, input_signal(problem.input), ties=problem.ties), WindowLosses(
         problem.loss
     )
 

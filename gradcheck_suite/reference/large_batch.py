@@ -117,7 +117,7 @@ def parameter_gradients(loss: torch.Tensor, model: torch.nn.Module) -> Gradients
 class Float64Bound:
     """The bound in float64, where autocast changes nothing."""
 
-    def __init__(self, window: Window, compute: Compute) -> None:
+    def __init__(self, window: WindowReference, compute: Compute) -> None:
         self._window = window
         self._terms = len(window.members)
         self._compute = compute
@@ -211,7 +211,7 @@ class LowPrecisionBound:
     whether it is finite.
     """
 
-    def __init__(self, window: Window, compute: Compute) -> None:
+    def __init__(self, window: WindowReference, compute: Compute) -> None:
         self._window = window
         self._compute = compute
         names = [
@@ -499,7 +499,7 @@ def _within(bound: WindowBound, evidence: Comparison, noises: Iterable[Vector]) 
 Parameters = dict[str, torch.Tensor]
 
 
-class Window:
+class WindowReference:
     """One window's references.
 
     Vectors are (P,) float64, parameters flattened in the layout's order.
@@ -705,7 +705,7 @@ REPEATS = 3
 """How often a gradient that differs from JAX's is computed again, to see whether torch always returns the same."""
 
 
-def disagreement(window: Window, jax: Vector | None = None) -> str | None:
+def disagreement(window: WindowReference, jax: Vector | None = None) -> str | None:
     """Say where torch's and JAX's large-batch gradients differ by more than rounding, if they do.
 
     Args:
@@ -736,7 +736,7 @@ def disagreement(window: Window, jax: Vector | None = None) -> str | None:
     return _differing("large-batch gradients", window, compared, by_jax)
 
 
-def accumulation_fault(window: Window) -> str | None:
+def accumulation_fault(window: WindowReference) -> str | None:
     """Say where torch's own accumulation in float64 and JAX's gradient differ by more than
     rounding, if they do.
     """
@@ -764,14 +764,14 @@ def accumulation_fault(window: Window) -> str | None:
     return _differing("gradients", window, compared, window.jax)
 
 
-def _differing(what: str, window: Window, compared: Comparison, jax: Vector) -> str:
+def _differing(what: str, window: WindowReference, compared: Comparison, jax: Vector) -> str:
     return (
         f"torch's and JAX's {what} of {_where(window, compared)}: "
         f"{blame(opinions(window, jax), compared.allowed)}; no loop is to blame"
     )
 
 
-def precision_fault(window: Window) -> str | None:
+def precision_fault(window: WindowReference) -> str | None:
     """Say where torch's large-batch gradient in the case's lower precision is wrong by more than
     rounding, if it is.
 
@@ -814,7 +814,7 @@ def precision_fault(window: Window) -> str | None:
     return None
 
 
-def _randomness(window: Window) -> str | None:
+def _randomness(window: WindowReference) -> str | None:
     """Say where torch's float64 gradient changes from one computation to the next, if it does."""
     bound = window.float64_bound
     for _ in range(REPEATS):
@@ -837,7 +837,7 @@ def _randomness(window: Window) -> str | None:
     return None
 
 
-def _where(window: Window, compared: Comparison) -> str:
+def _where(window: WindowReference, compared: Comparison) -> str:
     worst = compared.worst
     parameter, _ = compared.layout.place(worst.index)
     moved = ", at parameters that the optimizer has moved" if window.moved else ""
@@ -847,7 +847,7 @@ def _where(window: Window, compared: Comparison) -> str:
     )
 
 
-def opinions(window: Window, jax: Vector) -> dict[str, Vector]:
+def opinions(window: WindowReference, jax: Vector) -> dict[str, Vector]:
     """Return a window's gradient by every way there is: in one batch and accumulated by torch, in
     one batch by JAX.
     """
@@ -896,12 +896,12 @@ class Reference:
         trainable = {n: p for n, p in self._model64.named_parameters() if p.requires_grad}
         self.layout = Layout(tuple(trainable), tuple(tuple(p.shape) for p in trainable.values()))
         self.values64 = float_values(self._model64)
-        self._windows: dict[tuple[int, Compute], Window] = {}
+        self._windows: dict[tuple[int, Compute], WindowReference] = {}
         self._started: StartedGradients | None = None
 
     def window(
         self, index: int, parameters: Parameters | None = None, compute: Compute = None
-    ) -> Window:
+    ) -> WindowReference:
         """Return a window's reference.
 
         Args:
@@ -910,14 +910,14 @@ class Reference:
             compute: the autocast under which the loop computed its losses, or None.
         """
         if parameters is not None:
-            return Window(
+            return WindowReference(
                 self,
                 index,
                 parameters,
                 compute,
             )
         if (index, compute) not in self._windows:
-            self._windows[index, compute] = Window(
+            self._windows[index, compute] = WindowReference(
                 self,
                 index,
                 None,

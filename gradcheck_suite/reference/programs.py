@@ -43,7 +43,7 @@ from gradcheck_suite.reference.together import MOST, Together
 from gradcheck_suite.run.environment import (
     CACHE_VARIABLE,
     expect_cache_folder,
-    is_own,
+    is_owned_by_user,
     make_cache_folder,
     trusted_cache,
 )
@@ -180,7 +180,7 @@ class ProgramChecks:
     differences: tuple[str, ...]
 
 
-class Programs:
+class CompiledPrograms:
     """Compiled functions by key, at most `maximum` of them.
 
     Those for the CPU are also stored on disk.
@@ -246,7 +246,7 @@ class Programs:
             except Exception as error:
                 self._failure = error
 
-        together = Together(Programs(maximum=self._maximum, platform=self._platform))
+        together = Together(CompiledPrograms(maximum=self._maximum, platform=self._platform))
         self._checking = Thread(target=check, name="XLA checks numpy")
         self._checking.start()
 
@@ -354,7 +354,7 @@ class Programs:
     @staticmethod
     def payload(path: Path) -> bytes | None:
         """Return a stored file's contents; None where there is none, or others may have written it."""
-        if not path.exists() or not is_own(path):
+        if not path.exists() or not is_owned_by_user(path):
             return None
         try:
             return path.read_bytes()
@@ -363,7 +363,7 @@ class Programs:
 
     def load(self, path: Path | None) -> Callable[..., Any] | None:
         """Return a stored program, or None where there is none or its file is damaged."""
-        if path is None or not path.exists() or not is_own(path):
+        if path is None or not path.exists() or not is_owned_by_user(path):
             return None
         try:
             payload, in_tree, out_tree = pickle.loads(path.read_bytes())
@@ -442,4 +442,4 @@ def to_numpy(tree: Tree) -> Tree:
     return np.asarray(tree)
 
 
-PROGRAMS = Programs()
+PROGRAMS = CompiledPrograms()

@@ -947,7 +947,7 @@ ULPS = 8.0
 """Relative size of the rounding errors that are drawn, in units of 2**-53: that of functions such as tanh."""
 
 
-class _Rounding(threading.local):
+class _RoundingErrors(threading.local):
     """The generator of this thread's rounding errors, or None."""
 
     generator: np.random.Generator | None = None
@@ -959,7 +959,7 @@ class _Rounding(threading.local):
         return value * (1 + ULPS * 2.0**-53 * self.generator.uniform(-1, 1, np.shape(value)))
 
 
-_ROUNDING = _Rounding()
+_ROUNDING = _RoundingErrors()
 
 
 @contextmanager
@@ -982,7 +982,7 @@ def _moved(argument: Array) -> Array:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _TapeStep:
     """One equation: the slots that an operation reads, and those that its results go to."""
 
     operation: Operation
@@ -992,7 +992,7 @@ class _Step:
 
 
 @dataclass
-class _Recorder:
+class _TapeWriter:
     """Puts equations on a tape.
 
     Attributes:
@@ -1001,7 +1001,7 @@ class _Recorder:
     """
 
     values: list[Any] = field(default_factory=list)
-    steps: list[_Step] = field(default_factory=list)
+    steps: list[_TapeStep] = field(default_factory=list)
 
     def slot(self, value: Any = None) -> int:
         """Return the number of a new slot."""
@@ -1053,7 +1053,7 @@ class _Recorder:
         results = [self.slot() for _ in equation.outvars]
         single = not equation.primitive.multiple_results
         self.steps.append(
-            _Step(
+            _TapeStep(
                 operation,
                 tuple(operands),
                 tuple(results),
@@ -1072,7 +1072,7 @@ class Tape:
         Raises:
             UnknownPrimitiveError: an equation has no rule.
         """
-        recorder = _Recorder()
+        recorder = _TapeWriter()
         self._inputs = [recorder.slot() for _ in closed.jaxpr.invars]
         self._outputs = recorder.record(closed.jaxpr, closed.consts, self._inputs)
         self._values = recorder.values

@@ -27,7 +27,7 @@ from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.run.dynamo import put_off_dynamo
 
 
-def is_own(path: Path) -> bool:
+def is_owned_by_user(path: Path) -> bool:
     """Return whether a file belongs to the user.
 
     A system without users has files of one user only.
@@ -59,7 +59,7 @@ def expect_cache_folder(folder: Path, variable: str) -> None:
     if not folder.is_dir() or not hasattr(os, "geteuid"):
         return
     what = f"compiled programs in {folder} are not read, since they can run any code and the folder"
-    if not is_own(folder):
+    if not is_owned_by_user(folder):
         raise UsageError(
             f"{what} belongs to user {folder.stat().st_uid}: set {variable} to a folder of your"
             " own, or to nothing to keep no programs"
@@ -135,7 +135,7 @@ def missing() -> list[str]:
             reasons.append(
                 f"{package} is not installed: pip install '{package}>={MINIMUM[package]}'"
             )
-        elif _numbers(version) < _numbers(MINIMUM[package]):
+        elif _release_numbers(version) < _release_numbers(MINIMUM[package]):
             reasons.append(
                 f"{package} {version} is too old: expected {MINIMUM[package]} or later; "
                 f"pip install '{package}>={MINIMUM[package]}'"
@@ -249,15 +249,21 @@ def precision_flags() -> dict[str, Any]:
     flags: dict[str, Any] = {}
     if (torch := sys.modules.get("torch")) is not None:
         with _without_advice_on_tf32():
-            flags["torch_float32_matmul_precision"] = _asked(torch.get_float32_matmul_precision)
-            flags["torch_cuda_matmul_allow_tf32"] = _asked(
+            flags["torch_float32_matmul_precision"] = _answer_or_unknown(
+                torch.get_float32_matmul_precision
+            )
+            flags["torch_cuda_matmul_allow_tf32"] = _answer_or_unknown(
                 lambda: torch.backends.cuda.matmul.allow_tf32
             )
-            flags["torch_cudnn_allow_tf32"] = _asked(lambda: torch.backends.cudnn.allow_tf32)
-        flags["torch_deterministic_algorithms"] = _asked(torch.are_deterministic_algorithms_enabled)
+            flags["torch_cudnn_allow_tf32"] = _answer_or_unknown(
+                lambda: torch.backends.cudnn.allow_tf32
+            )
+        flags["torch_deterministic_algorithms"] = _answer_or_unknown(
+            torch.are_deterministic_algorithms_enabled
+        )
     if (jax := sys.modules.get("jax")) is not None:
-        flags["jax_enable_x64"] = _asked(lambda: jax.config.jax_enable_x64)
-        flags["jax_default_matmul_precision"] = _asked(
+        flags["jax_enable_x64"] = _answer_or_unknown(lambda: jax.config.jax_enable_x64)
+        flags["jax_default_matmul_precision"] = _answer_or_unknown(
             lambda: jax.config.jax_default_matmul_precision
         )
     return flags
@@ -268,11 +274,13 @@ def devices() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {"torch": [], "jax": []}
     if (torch := sys.modules.get("torch")) is not None:
         found["torch"].append("cpu")
-        if _asked(torch.cuda.is_available) is True:
+        if _answer_or_unknown(torch.cuda.is_available) is True:
             count = torch.cuda.device_count()
             found["torch"] += [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(count)]
     if (jax := sys.modules.get("jax")) is not None:
-        listed = _asked(lambda: [f"{d.platform}:{d.id} {d.device_kind}" for d in jax.devices()])
+        listed = _answer_or_unknown(
+            lambda: [f"{d.platform}:{d.id} {d.device_kind}" for d in jax.devices()]
+        )
         found["jax"] = listed if isinstance(listed, list) else []
     return found
 
@@ -325,7 +333,7 @@ def processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def _asked(question: Callable[[], Any]) -> Any:
+def _answer_or_unknown(question: Callable[[], Any]) -> Any:
     try:
         return question()
     except Exception as error:
@@ -343,7 +351,7 @@ def imported(name: str) -> Any:
         return " ".join(f"{name} cannot be imported ({type(error).__name__}: {error})".split())
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def _release_numbers(version: str) -> tuple[int, ...]:
     """Return a version's release numbers: (2, 13, 0) of "2.13.0+cpu"."""
     release = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, release.group().split("."))) if release else ()

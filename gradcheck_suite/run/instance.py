@@ -152,16 +152,16 @@ def map_leaves(function: Callable[[torch.Tensor], Any], batch: Batch) -> Batch:
     return batch
 
 
-def leaves(batch: Batch) -> Iterator[torch.Tensor]:
+def tensor_leaves(batch: Batch) -> Iterator[torch.Tensor]:
     """Yield the tensors of a pytree."""
     if isinstance(batch, torch.Tensor):
         yield batch
     elif isinstance(batch, dict):
         for value in batch.values():
-            yield from leaves(value)
+            yield from tensor_leaves(value)
     elif isinstance(batch, list | tuple):
         for value in batch:
-            yield from leaves(value)
+            yield from tensor_leaves(value)
 
 
 def named_leaves(batch: Batch, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -179,7 +179,7 @@ def to_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
     return map_leaves(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
 
 
-def repeated(data: Batch, distinct: int) -> Batch:
+def in_turns(data: Batch, distinct: int) -> Batch:
     """Return items of which the first few repeat in turn.
 
     The items as they are where `distinct` is 0.
@@ -201,7 +201,7 @@ class Items(Dataset[Any]):
         self._data = data
 
     def __len__(self) -> int:
-        return len(next(leaves(self._data)))
+        return len(next(tensor_leaves(self._data)))
 
     def __getitem__(self, index: int) -> Batch:
         return self.__getitems__([index])
@@ -271,7 +271,7 @@ class _CalledError(BaseException):
         self.keywords = keywords
 
 
-def _note(*args: Any, **keywords: Any) -> Any:
+def _raise_called(*args: Any, **keywords: Any) -> Any:
     raise _CalledError(*args, **keywords)
 
 
@@ -298,7 +298,7 @@ def model_input(loss: Loss, batch: Batch) -> Any:
         CannotRunHere: the loss does not call its model as `model(x)`.
     """
     try:
-        loss(_note, batch)
+        loss(_raise_called, batch)
     except _CalledError as called:
         if len(called.given) == 1 and not called.keywords:
             return called.given[0]
@@ -331,8 +331,8 @@ class Pairs:
         """
         with torch.no_grad():
             x = model_input(self._loss, batch)
-        others = [leaf for leaf in leaves(batch) if leaf is not x]
-        if len(others) != 1 or len(others) == len(list(leaves(batch))):
+        others = [leaf for leaf in tensor_leaves(batch) if leaf is not x]
+        if len(others) != 1 or len(others) == len(list(tensor_leaves(batch))):
             return x, batch
         self._batch = batch
         self._target = others[0]
@@ -444,7 +444,7 @@ class Instance:
                     "Problem.count(batch) must return a number or a scalar tensor, got"
                     f" {type(counted).__name__}"
                 ) from None
-        return torch.tensor(float(len(next(leaves(batch)))), device=self.device, dtype=dtype)
+        return torch.tensor(float(len(next(tensor_leaves(batch)))), device=self.device, dtype=dtype)
 
     def batch(self, items: range, dtype: torch.dtype | None = None) -> Batch:
         """Return some of the items as one batch, floating-point tensors in `dtype` if given."""
@@ -489,7 +489,7 @@ class Instance:
         )
 
 
-def scaled(instance: Instance, factor: float) -> Instance:
+def scaled_loss(instance: Instance, factor: float) -> Instance:
     """Return an instance whose loss is so many times as large."""
     problem = instance.problem
     larger = replace(problem, loss=lambda model, batch: factor * problem.loss(model, batch))
@@ -528,7 +528,7 @@ def as_changed(instance: Instance, scale: float, item_counts: Sequence[float] | 
     if item_counts is not None:
         counts = item_counts
         instance = recounted(instance, lambda indices: float(sum(counts[i] for i in indices)))
-    return instance if scale == 1.0 else scaled(instance, scale)
+    return instance if scale == 1.0 else scaled_loss(instance, scale)
 
 
 def instance_of(case: Case, problem: Problem | None) -> Instance:
@@ -572,7 +572,7 @@ def generated_instance(case: Case) -> Instance:
         reduction=spec.loss.reduction,
         count=lambda batch: kind.count(loss.o, batch),
     )
-    data = repeated(rounded, case.distinct_items)
+    data = in_turns(rounded, case.distinct_items)
     arrays = {
         n: t.to(torch.float64).numpy() if t.is_floating_point() else t.numpy()
         for n, t in data.items()
@@ -597,7 +597,7 @@ def user_instance(case: Case, problem: Problem) -> Instance:
     data = map_leaves(
         lambda t: t.to(device, dtype) if t.is_floating_point() else t.to(device), given
     )
-    tensors = list(leaves(data))
+    tensors = list(tensor_leaves(data))
     if not tensors:
         raise UsageError(
             "Problem.batch must return tensors, in dicts, lists or tuples; got"
@@ -610,7 +610,7 @@ def user_instance(case: Case, problem: Problem) -> Instance:
                 f" got one of shape {tuple(tensor.shape)}: slice or draw every tensor to the item"
                 " count asked for, and pad items of different lengths to one tensor"
             )
-    data = repeated(data, case.distinct_items)
+    data = in_turns(data, case.distinct_items)
     return Instance(
         case=case,
         problem=problem,

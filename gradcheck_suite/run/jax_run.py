@@ -30,7 +30,7 @@ from gradcheck_suite.core.contract import Batch, JaxTrainingRun, Loop, Problem, 
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.run.environment import imported
 from gradcheck_suite.run.instance import Instance, map_leaves
-from gradcheck_suite.run.observer import Evaluation, Observation, TooManySteps, is_same
+from gradcheck_suite.run.observer import Evaluation, Observation, TooManySteps, is_same_tensor
 from gradcheck_suite.run.runner import Outcome, run_to_end
 
 Function = Callable[..., jax.Array]
@@ -62,7 +62,7 @@ def _expect_arrays(name: str, *trees: Any) -> None:
             )
 
 
-def functions_of(instance: Instance) -> tuple[Function, Function]:
+def pure_functions(instance: Instance) -> tuple[Function, Function]:
     """Return the loss and the count of a generated problem, as pure functions."""
     spec = instance.case.spec
     assert spec is not None
@@ -115,7 +115,7 @@ ROUNDINGS = 16
 results of the operations between them."""
 
 
-def _rounded(tensor: torch.Tensor) -> torch.Tensor:
+def _rounded_again(tensor: torch.Tensor) -> torch.Tensor:
     for _ in range(ROUNDINGS if tensor.is_floating_point() else 0):
         tensor = tensor * 1.0
     return tensor
@@ -155,7 +155,7 @@ class _JaxLoss(torch.autograd.Function):
 
 
 @cache
-def lifted(problem: Problem) -> LiftedProblem:
+def as_torch_problem(problem: Problem) -> LiftedProblem:
     """Return a problem of JAX as one of torch.
 
     Raises:
@@ -193,9 +193,9 @@ def lifted(problem: Problem) -> LiftedProblem:
         return module
 
     def loss(module: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        given = map_leaves(_rounded, batch)
+        given = map_leaves(_rounded_again, batch)
         found: torch.Tensor = _JaxLoss.apply(
-            function, tree, given, *map(_rounded, module.parameters())
+            function, tree, given, *map(_rounded_again, module.parameters())
         )
         return found
 
@@ -292,7 +292,7 @@ class ObservedState:
 
 
 @dataclass
-class _Call:
+class _UpdateCall:
     """A call of `update`: by each device that takes part, the gradient, the parameters and the
     updates, as leaves.
     """
@@ -303,7 +303,7 @@ class _Call:
     eager: bool
     seen: dict[int, tuple[list[Any], list[Any] | None, list[Any]]] = field(default_factory=dict)
 
-    def is_repeated_by(self, other: _Call) -> bool:
+    def is_repeated_by(self, other: _UpdateCall) -> bool:
         """Whether another call has the same state, perhaps made by another `init`, and the same
         gradient.
         """
@@ -344,7 +344,7 @@ class JaxObserver:
         self._limit = limit
         self._lock = Lock()
         self._roots = 0
-        self._calls = list[_Call]()
+        self._calls = list[_UpdateCall]()
         self._events = list[_Event]()
         self.structure: str | None = None
         self.exceeded = self.is_multi_steps = False
@@ -455,7 +455,7 @@ class JaxObserver:
             of_parent = [call for call in self._calls if call.parent == int(parent)]
             if not of_parent or len(of_parent[-1].seen) == of_parent[-1].devices:
                 self._calls.append(
-                    _Call(
+                    _UpdateCall(
                         len(self._calls) + 1,
                         int(parent),
                         devices,
@@ -466,7 +466,7 @@ class JaxObserver:
             of_parent[-1].seen[int(device)] = seen  # type: ignore[assignment]
             return np.int32(of_parent[-1].number)
 
-    def steps(self, due: int) -> list[_Call]:
+    def steps(self, due: int) -> list[_UpdateCall]:
         """Return the calls whose result the loop went on with, of which `due` are promised.
 
         A call that compiles the step, or whose updates are discarded, is no step: a later call goes
@@ -475,7 +475,7 @@ class JaxObserver:
         """
         found = self._kept()
         of_number = {call.number: call for call in found}
-        chain = list[_Call]()
+        chain = list[_UpdateCall]()
         last = found[-1] if found else None
         while last is not None:
             chain.insert(0, last)
@@ -492,12 +492,12 @@ class JaxObserver:
             or not call.is_repeated_by(after)
         ]
 
-    def _kept(self) -> list[_Call]:
+    def _kept(self) -> list[_UpdateCall]:
         kept = {call.parent for call in self._calls}
         kept |= {event.number for event in self._events if event.way == "out"}
         return [c for c in self._calls if c.number in kept or not self._is_thrown_away(c)]
 
-    def _is_thrown_away(self, call: _Call) -> bool:
+    def _is_thrown_away(self, call: _UpdateCall) -> bool:
         later = self._calls[call.number :]
         sibling = next((c for c in later if c.parent == call.parent), None)
         until = len(self._calls) if sibling is None else sibling.number - 1
@@ -552,7 +552,7 @@ def _is_called_from(file: str) -> bool:
 
 OBSERVER = (
     ObservedState,
-    _Call,
+    _UpdateCall,
     _Event,
     JaxObserver,
     _described,
@@ -668,10 +668,12 @@ def run_jax_loop(loop: Loop, instance: Instance, *, time_limit_s: float | None) 
     if case.device != "cpu":
         raise CannotRunHere(f"loops of JAX are verified on the CPU alone, got device {case.device}")
     with jax.enable_x64(case.dtype == "float64"):
-        return _run(loop, instance, optax, time_limit_s)
+        return _run_loop(loop, instance, optax, time_limit_s)
 
 
-def _run(loop: Loop, instance: Instance, optax: Any, time_limit_s: float | None) -> list[Outcome]:
+def _run_loop(
+    loop: Loop, instance: Instance, optax: Any, time_limit_s: float | None
+) -> list[Outcome]:
     case = instance.case
     names, params, loss, count = _parts(instance)
     start = {n: to_torch(a) for n, a in zip(names, jax.tree.leaves(params), strict=True)}
@@ -730,7 +732,7 @@ def _parts(instance: Instance) -> tuple[list[str], Any, Function, Function]:
         params = jax.tree.unflatten(problem.tree, [to_jax(p) for p in model.parameters()])
         return [*problem.names], params, *_users_functions(instance, problem.own)
     params = {name: to_jax(p) for name, p in model.named_parameters() if p.requires_grad}
-    return sorted(params), params, *functions_of(instance)
+    return sorted(params), params, *pure_functions(instance)
 
 
 def _users_functions(instance: Instance, problem: Problem) -> tuple[Function, Function]:
@@ -781,7 +783,7 @@ def _expect_jax(error: BaseException, run: JaxTrainingRun) -> None:
 
 
 def _observations(
-    steps: Sequence[_Call], device: int, names: Sequence[str], start: dict[str, torch.Tensor]
+    steps: Sequence[_UpdateCall], device: int, names: Sequence[str], start: dict[str, torch.Tensor]
 ) -> list[Observation]:
     """Return what reached the optimizer of a device.
 
@@ -832,7 +834,7 @@ def _observations(
 
 def _as_known(value: torch.Tensor, *known: torch.Tensor) -> torch.Tensor:
     """Return the known tensor that a value is the same as, or the value."""
-    return next((tensor for tensor in known if is_same(value, tensor)), value)
+    return next((tensor for tensor in known if is_same_tensor(value, tensor)), value)
 
 
 def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:

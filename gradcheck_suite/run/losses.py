@@ -32,7 +32,7 @@ class LateValues:
     parameters: dict[str, torch.Tensor]
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and bool(((one == other) | (one != one)).all())
 
 
@@ -75,12 +75,12 @@ class LossCall:
         now = dict(named_leaves(batch))
         before = dict(named_leaves(self.batch))
         refilled = {
-            name: t.detach().clone() for name, t in now.items() if not _same(t, before[name])
+            name: t.detach().clone() for name, t in now.items() if not _same_values(t, before[name])
         }
         written = {
             name: p.detach().clone()
             for name, p in parameters.items()
-            if not _same(p, self.parameters[name])
+            if not _same_values(p, self.parameters[name])
         }
         if refilled or written:
             self.late = LateValues(refilled, written)
@@ -156,7 +156,7 @@ class LossRecorder:
             self._steps,
             map_leaves(lambda t: t.detach().clone(), batch),
             {name: p.detach().clone() for name, p in read.named_parameters()},
-            modes_of(read),
+            train_modes(read),
             (batch, dict(read.named_parameters())),
             rank=self._rank,
         )
@@ -167,6 +167,6 @@ class LossRecorder:
         return loss
 
 
-def modes_of(model: torch.nn.Module) -> dict[str, bool]:
+def train_modes(model: torch.nn.Module) -> dict[str, bool]:
     """Return whether each module is in train mode, by name."""
     return {name: module.training for name, module in model.named_modules()}

@@ -80,7 +80,7 @@ class Observation:
         return self.evaluations[-1].parameters
 
 
-class Observer:
+class StepObserver:
     """Records an `Observation` for every step of an optimizer, by its public step hooks."""
 
     def __init__(
@@ -185,7 +185,7 @@ class Observer:
                 gradients,
                 self.values(),
                 sparse,
-                copied(loss),
+                copied_tensors(loss),
             )
         )
 
@@ -199,7 +199,7 @@ class Observer:
         groups = optimizer.param_groups
         return {
             "settings": [
-                copied({key: value for key, value in group.items() if key != "params"})
+                copied_tensors({key: value for key, value in group.items() if key != "params"})
                 for group in groups
             ],
             "groups": [
@@ -210,7 +210,7 @@ class Observer:
 
     def _state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return {
-            name: copied(optimizer.state[p])
+            name: copied_tensors(optimizer.state[p])
             for name, p in self.parameters.items()
             # the state is a defaultdict: reading an entry would make an empty one
             if p in optimizer.state
@@ -254,22 +254,22 @@ def dense_copy(gradient: torch.Tensor) -> torch.Tensor:
     return dense.to_dense().clone() if dense.is_sparse else dense.clone()
 
 
-def copied(value: Any) -> Any:
+def copied_tensors(value: Any) -> Any:
     """Return a copy of nested dicts, lists and tuples with copies of their tensors."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
-        return {name: copied(inner) for name, inner in value.items()}
+        return {name: copied_tensors(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(copied(inner) for inner in value)
+        return type(value)(copied_tensors(inner) for inner in value)
     return value
 
 
 def _is_copy(copy: torch.Tensor, original: torch.Tensor) -> bool:
-    return copy.stride() == original.stride() and is_same(copy, original.detach())
+    return copy.stride() == original.stride() and is_same_tensor(copy, original.detach())
 
 
-def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def is_same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors have the same dtype, device, shape and values.
 
     NaN is the same as NaN.
@@ -284,7 +284,7 @@ def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 def same_tree(one: Any, other: Any) -> bool:
     """Return whether nested dicts, lists and tuples of tensors and other values are the same."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return is_same(one, other)
+        return is_same_tensor(one, other)
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(same_tree(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
@@ -454,7 +454,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return full
 
 
-class RankObserver(Observer):
+class RankObserver(StepObserver):
     """Observes a rank of several: parameters, gradients and states are gathered where the loop has
     sharded them.
 

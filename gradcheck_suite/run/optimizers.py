@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.run.observer import Observation, copied, is_same, same_tree
+from gradcheck_suite.run.observer import Observation, copied_tensors, is_same_tensor, same_tree
 
 
 class NoOpOptimizer(torch.optim.Optimizer):
@@ -93,7 +93,9 @@ class _SGD(torch.optim.SGD):
         return _STEP_OF_SGD(self, closure)
 
 
-def _made(make: MakeOptimizer, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def _made_optimizer(
+    make: MakeOptimizer, parameters: list[torch.nn.Parameter]
+) -> torch.optim.Optimizer:
     """Return the optimizer of a factory; SGD, which every verification needs, without Dynamo."""
     made = make(parameters)
     return _SGD(parameters, **made.defaults) if type(made) is torch.optim.SGD else made
@@ -187,7 +189,7 @@ def optimizer_of(
     if name is None:
         return in_groups(NoOpOptimizer(parameters), groups)
     _expect_trainable(checked_optimizer(name), model)
-    return in_groups(_made(OPTIMIZERS[name], parameters), groups)
+    return in_groups(_made_optimizer(OPTIMIZERS[name], parameters), groups)
 
 
 # Stand-alone scripts copy the functions from here on, which therefore need torch alone. A step that
@@ -281,13 +283,15 @@ def fault_between(
         when = "before the first step"
     for name, value in found.items():
         left = previous.after[name]
-        if is_same(left, value):
+        if is_same_tensor(left, value):
             continue
         sentence = f"something other than the optimizer's steps changed {name} {when}"
-        undone = previous.evaluations and is_same(previous.evaluations[0].parameters[name], value)
+        undone = previous.evaluations and is_same_tensor(
+            previous.evaluations[0].parameters[name], value
+        )
         if undone:
             sentence += ": it has the value from before the step again"
-        elif is_same(start[name], value):
+        elif is_same_tensor(start[name], value):
             sentence += ": it has its initial value again"
         return ParameterFault(
             "parameter-drift",
@@ -366,7 +370,7 @@ def fault_of_step(
     if make_optimizer is not None:
         expected = {**before, **stepped(make_optimizer, observation, previous.state_after)}
         who = "the same optimizer, computed again,"
-    differing = [name for name, value in after.items() if not is_same(expected[name], value)]
+    differing = [name for name, value in after.items() if not is_same_tensor(expected[name], value)]
     if not differing:
         return None
     allowed = dict.fromkeys(differing, 0.0)
@@ -376,7 +380,7 @@ def fault_of_step(
         error = largest_error(after[name], expected[name])
         if error <= allowed[name]:
             continue
-        if is_same(before[name], after[name]):
+        if is_same_tensor(before[name], after[name]):
             sentence = f"the step left {name} as it was, and {who} changes it on the same gradients"
             return ParameterFault(
                 "parameter-not-updated",
@@ -407,9 +411,9 @@ def stepped(
     """
     first = observation.evaluations[0].parameters
     parameters = {name: torch.nn.Parameter(first[name].clone()) for name in observation.gradients}
-    optimizer = _made(make_optimizer, list(parameters.values()))
+    optimizer = _made_optimizer(make_optimizer, list(parameters.values()))
     optimizer.param_groups = [
-        {**copied(settings), "params": [parameters[name] for name in names]}
+        {**copied_tensors(settings), "params": [parameters[name] for name in names]}
         for settings, names in zip(observation.settings, observation.groups, strict=True)
     ]
     for group in optimizer.param_groups:
@@ -417,7 +421,7 @@ def stepped(
         if group.get("capturable") and all(p.is_cpu for p in group["params"]):
             group["capturable"] = False
     optimizer.state = defaultdict(
-        dict, {parameters[name]: copied(kept) for name, kept in state.items()}
+        dict, {parameters[name]: copied_tensors(kept) for name, kept in state.items()}
     )
     evaluations = iter(observation.evaluations)
 
@@ -449,9 +453,9 @@ def rounding(
     of the coarsest tensor: the step count of torch's Adam is float32, and a compiled Adam computes
     its bias correction in this dtype, whatever that of the parameters.
     """
-    exact = _wide(make_optimizer, observation, state, "")
+    exact = _parameters_in_float64(make_optimizer, observation, state, "")
     inputs = _inputs_of_step(observation, state)
-    changed = [_wide(make_optimizer, observation, state, what) for what in inputs]
+    changed = [_parameters_in_float64(make_optimizer, observation, state, what) for what in inputs]
     after = chain.from_iterable(kept.values() for kept in observation.state_after.values())
     coarse = [value.dtype for value in after if isinstance(value, torch.Tensor)]
     allowed = {}
@@ -482,7 +486,7 @@ def _is_real(value: Any) -> bool:
     )
 
 
-def _wide(
+def _parameters_in_float64(
     make_optimizer: MakeOptimizer, observation: Observation, state: Mapping[str, Any], larger: str
 ) -> dict[str, torch.Tensor]:
     """Return the parameters after the step, computed in float64, with one input larger by `NUDGE`

@@ -245,17 +245,17 @@ def _holders() -> dict[str, Any]:
     }
 
 
-def _optimizer() -> Any:
+def _example_optimizer() -> Any:
     import torch
 
     return torch.optim.SGD([torch.zeros(1, requires_grad=True)])
 
 
 # takes a second: made for the names that need it alone
-_MADE: dict[str, Callable[[], Any]] = {"Optimizer": _optimizer}
+_MADE: dict[str, Callable[[], Any]] = {"Optimizer": _example_optimizer}
 
 
-def _found(name: str, holders: dict[str, Any]) -> bool:
+def _exists(name: str, holders: dict[str, Any]) -> bool:
     """Return whether a dotted name is there, importing the modules on its way."""
     first, *parts = name.split(".")
     value = holders.get(first)
@@ -286,7 +286,7 @@ def lacking(rows: Iterable[PrivateNames]) -> list[tuple[str, str]]:
             kind = name.partition(".")[0]
             if kind in _MADE and kind not in holders:
                 holders[kind] = _MADE[kind]()
-            if not _found(name, holders):
+            if not _exists(name, holders):
                 missing.append((row.package, name))
     return missing
 

@@ -233,13 +233,13 @@ def main(control: Connection, folder: str, *modules: str) -> None:
             importlib.import_module(name)
         while True:
             wanted = control.recv()
-            statuses = _ended(forked)
+            statuses = _exit_statuses(forked)
             forked = [] if wanted is None else _forked(control, *wanted)
             control.send([process.pid for process in forked] or statuses)
     except (OSError, EOFError):
         return
     finally:
-        _ended(forked)
+        _exit_statuses(forked)
         shutil.rmtree(folder, ignore_errors=True)
         # unloading torch and jax in order takes a second
         os._exit(0)
@@ -251,7 +251,7 @@ def _forked(
     connections = [Connection(reduction.recv_handle(control)) for _ in arguments]
     target = multiprocessing.get_context("fork").Process
     forked = [
-        target(target=_run, args=(module, own, given, [control, *connections]))
+        target(target=_run_forked, args=(module, own, given, [control, *connections]))
         for own, given in zip(connections, arguments, strict=True)
     ]
     for process in forked:
@@ -261,7 +261,7 @@ def _forked(
     return forked
 
 
-def _run(
+def _run_forked(
     module: str, own: Connection, arguments: Sequence[Any], connections: Sequence[Connection]
 ) -> None:
     # whoever has the end of another process hides from the parent that this one has ended
@@ -271,7 +271,7 @@ def _run(
     importlib.import_module(module).main(own, *arguments)
 
 
-def _ended(forked: Sequence[ForkProcess]) -> list[int]:
+def _exit_statuses(forked: Sequence[ForkProcess]) -> list[int]:
     """End processes and return their exit statuses; one that has exited by itself keeps its own."""
     for process in forked:
         process.kill()
@@ -352,7 +352,7 @@ def source_of(wanted: Any, what: str) -> Importable:
     beside = [place for place in sys.modules if place.partition(".")[0] == name.partition(".")[0]]
     for place in (name, *beside):
         module = sys.modules.get(place)
-        for path, value in _named(module):
+        for path, value in _named_objects(module):
             if value is wanted:
                 source = Importable(
                     __name__, found.__name__, (place, getattr(module, "__file__", None), path)
@@ -374,13 +374,13 @@ def found(name: str, file: str | None, path: tuple[str, ...]) -> Any:
         file: the file that it was imported from; None for a module without one.
         path: the name, and the key in the dictionary where it is in one.
     """
-    value: Any = vars(_module(name, file))[path[0]]
+    value: Any = vars(_imported_module(name, file))[path[0]]
     for key in path[1:]:
         value = value[key] if isinstance(value, dict) else getattr(value, key)
     return value
 
 
-def _named(module: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _named_objects(module: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield the objects of a module with their paths: its names, entries of its dictionaries, loops
     of its records.
     """
@@ -395,7 +395,7 @@ def _named(module: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
             yield from (((name, part), getattr(value, part, None)) for part in ("loop", "problem"))
 
 
-def _module(name: str, file: str | None) -> Any:
+def _imported_module(name: str, file: str | None) -> Any:
     # a script's own `if __name__ == "__main__"` must not run again in every rank
     own = "__gradcheck_suite_main__" if name == "__main__" else name
     if own in sys.modules:

@@ -33,7 +33,7 @@ from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT, Loop, Problem, is_
 from gradcheck_suite.core.frames import Owner, owner_of
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.loops.ranks import is_counted
-from gradcheck_suite.run.instance import Instance, as_changed, instance_of, leaves
+from gradcheck_suite.run.instance import Instance, as_changed, instance_of, tensor_leaves
 from gradcheck_suite.run.losses import LossRecorder
 from gradcheck_suite.run.observer import Evaluation, Observation, same_tree
 from gradcheck_suite.run.processes import (
@@ -515,7 +515,7 @@ def _hung(answers: list[Outcome | None], stacks: list[str], patience: Patience) 
 _T = TypeVar("_T")
 
 
-def _owners(steps: Sequence[Observation]) -> dict[str, int] | None:
+def _owner_of_each(steps: Sequence[Observation]) -> dict[str, int] | None:
     """Return the one rank whose optimizer has each parameter.
 
     None where ranks do not share parameters out.
@@ -528,13 +528,13 @@ def _owners(steps: Sequence[Observation]) -> dict[str, int] | None:
     return owners if owners and same_groups and sum(map(len, parts)) == len(owners) else None
 
 
-def _together(steps: Sequence[Observation]) -> list[Observation]:
+def _merged_steps(steps: Sequence[Observation]) -> list[Observation]:
     """Return each rank's step with what the rank that steps on a parameter has of it.
 
     Ranks may share a step out, as under `ZeroRedundancyOptimizer`: each rank's optimizer has a few
     parameters.
     """
-    owners = _owners(steps)
+    owners = _owner_of_each(steps)
     if owners is None:
         return list(steps)
 
@@ -573,7 +573,8 @@ def with_all_parts(outcomes: list[Outcome]) -> list[Outcome]:
     if len({len(outcome.observations) for outcome in outcomes}) != 1:
         return outcomes
     steps = [
-        _together(of_ranks) for of_ranks in zip(*(o.observations for o in outcomes), strict=True)
+        _merged_steps(of_ranks)
+        for of_ranks in zip(*(o.observations for o in outcomes), strict=True)
     ]
     alike = all(
         all(same_tree(other.gradients, first.gradients) for other in others)
@@ -846,7 +847,7 @@ class _Counting(TorchDispatchMode):
             given = (
                 args[1] if name.startswith(("_allgather_base", "_reduce_scatter_base")) else args[0]
             )
-            self._found[name, sum(t.numel() * t.element_size() for t in leaves(given))] += 1
+            self._found[name, sum(t.numel() * t.element_size() for t in tensor_leaves(given))] += 1
         return func(*args, **(kwargs or {}))
 
 

@@ -24,8 +24,8 @@ from gradcheck_suite.run.instance import AutocastRecorder, Compute, Instance, ep
 from gradcheck_suite.run.losses import Losses
 from gradcheck_suite.run.observer import (
     Observation,
-    Observer,
     RankObserver,
+    StepObserver,
     Structure,
     TooManySteps,
     as_before_sharding,
@@ -303,7 +303,7 @@ def run_loop(
     """
     run = instance.run(rank)
     single_process = run.world_size == 1
-    observer = (Observer if single_process else RankObserver)(
+    observer = (StepObserver if single_process else RankObserver)(
         run.model, run.optimizer, limit=instance.case.plan.step_limit
     )
     before = structure(run.model)
@@ -329,7 +329,7 @@ def run_loop(
         parameters=(
             observer.values() if single_process or ending["raised"] is None else observer.last
         ),
-        structure=_changes(run.model, before, observer),
+        structure=_structure_change(run.model, before, observer),
         process=(*BY_IMPORT.get(getattr(loop, "__module__", None) or "", ()), *changed),
         compute=run.loss.compute if isinstance(run.loss, AutocastRecorder) else None,
         swallowed=(
@@ -356,7 +356,9 @@ def _hooked(model: torch.nn.Module) -> tuple[str, ...]:
     )
 
 
-def _changes(model: torch.nn.Module, before: Structure, observer: Observer) -> str | None:
+def _structure_change(
+    model: torch.nn.Module, before: Structure, observer: StepObserver
+) -> str | None:
     """Return how the loop changed the model's parameters apart from their values, or None."""
     if isinstance(observer, RankObserver) and (left := observer.left_behind):
         return (

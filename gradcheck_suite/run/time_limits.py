@@ -151,7 +151,7 @@ def time_limit(seconds: float | None) -> Iterator[Limit]:
         return clocks.is_over(lambda: _is_starting(frame, block))
 
     def stop(signum: int, frame: FrameType | None) -> None:
-        if not _inside(frame, block) or not (limit.expired or is_over(frame)):
+        if not _is_inside_block(frame, block) or not (limit.expired or is_over(frame)):
             return
         if limit.expired:
             _raise_at_next_line(frame, block)
@@ -180,7 +180,7 @@ def time_limit(seconds: float | None) -> Iterator[Limit]:
             sys.settrace(tracer)
 
 
-def _inside(frame: FrameType | None, block: FrameType | None) -> bool:
+def _is_inside_block(frame: FrameType | None, block: FrameType | None) -> bool:
     """Return whether a frame belongs to the block, and not to the limit's own entry or exit."""
     called: FrameType | None = None
     while frame is not None and frame is not block:
@@ -210,7 +210,7 @@ def _raise_at_next_line(frame: FrameType | None, block: FrameType | None) -> Non
     def tracer(frame: FrameType, event: str, argument: Any) -> Any:
         if frame.f_code.co_filename == __file__:
             return None  # an interrupted handler of the limit would make no further attempt
-        if event == "line" and _inside(frame, block):
+        if event == "line" and _is_inside_block(frame, block):
             raise TimedOut
         return tracer
 

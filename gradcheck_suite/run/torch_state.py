@@ -50,7 +50,7 @@ _MISSING = object()
 
 
 @cache
-def _owners() -> dict[Any, dict[str, Any]]:
+def _watched_owners() -> dict[Any, dict[str, Any]]:
     """Return modules and classes of torch, each with a copy of what it had when it was last looked
     at.
     """
@@ -70,21 +70,21 @@ def _owners() -> dict[Any, dict[str, Any]]:
     }
 
 
-def _changed() -> Iterator[tuple[Any, dict[str, Any]]]:
+def _changed_owners() -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yield what is not as it was when it was last looked at, with what it had."""
-    for owner, before in _owners().items():
+    for owner, before in _watched_owners().items():
         now = vars(owner)
         if len(now) != len(before) or any(map(is_not, now.values(), before.values())):
             yield owner, before
 
 
 def _look() -> None:
-    for owner, before in list(_changed()):
+    for owner, before in list(_changed_owners()):
         before.clear()
         before.update(vars(owner))
 
 
-def _place(value: Any) -> tuple[str, str]:
+def _definition_place(value: Any) -> tuple[str, str]:
     """Return the file in which a function, a method or a class is defined, if any, and the place in
     words.
     """
@@ -108,11 +108,11 @@ def _place(value: Any) -> tuple[str, str]:
 
 
 def _is_users(value: Any) -> bool:
-    file, _ = _place(value)
+    file, _ = _definition_place(value)
     return bool(file) and is_users(file)
 
 
-def _name(owner: Any) -> str:
+def _public_name(owner: Any) -> str:
     spaces = (torch.nn, torch.optim, torch)
     # users know `torch.nn.Linear`, not the private module that defines it
     public = next((s.__name__ for s in spaces if vars(s).get(owner.__name__) is owner), "")
@@ -121,7 +121,9 @@ def _name(owner: Any) -> str:
     return f"{public or owner.__module__}.{owner.__name__}"
 
 
-def _replaced(owner: Any, before: dict[str, Any], known: set[int]) -> Iterator[tuple[str, Any]]:
+def _replaced_names(
+    owner: Any, before: dict[str, Any], known: set[int]
+) -> Iterator[tuple[str, Any]]:
     """Yield each name of which the user's code, or another function of torch, has taken the place,
     and what it was.
     """
@@ -147,12 +149,12 @@ def _undo(owner: Any, name: str, old: Any) -> None:
 
 def _patches() -> Iterator[str]:
     """Yield what has taken the place of functions and methods, in words, and undo it."""
-    changed = list(_changed())
+    changed = list(_changed_owners())
     values = chain.from_iterable(before.values() for _, before in changed)
     known = {id(value) for value in values if inspect.isroutine(value)}
     for owner, before in changed:
-        for name, old in list(_replaced(owner, before, known)):
-            yield f"{_name(owner)}.{name} is {_place(vars(owner)[name])[1]}"
+        for name, old in list(_replaced_names(owner, before, known)):
+            yield f"{_public_name(owner)}.{name} is {_definition_place(vars(owner)[name])[1]}"
             _undo(owner, name, old)
 
 
@@ -189,7 +191,7 @@ def changes_undone() -> Iterator[list[str]]:
                 key for key, hook in after.items() if key not in before and _is_users(hook)
             ]:
                 found.append(
-                    f"{name.strip('_').replace('_', ' ')} of torch have {_place(after.pop(key))[1]}"
+                    f"{name.strip('_').replace('_', ' ')} of torch have {_definition_place(after.pop(key))[1]}"
                 )
         added = sorted(
             k

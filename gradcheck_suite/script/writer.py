@@ -57,11 +57,11 @@ from gradcheck_suite.run.instance import (
     Pairs,
     epoch_of,
     instance_of,
-    leaves,
     loader_over,
     map_leaves,
+    tensor_leaves,
 )
-from gradcheck_suite.run.observer import Observer, recorded_calls, structure, structure_changes
+from gradcheck_suite.run.observer import StepObserver, recorded_calls, structure, structure_changes
 from gradcheck_suite.run.optimizers import (
     OPTIMIZERS,
     fault_before,
@@ -117,7 +117,7 @@ COPIED: dict[str, tuple[Any, ...]] = {
     "structure": (structure, structure_changes),
     "process": (changes_undone,),
     "calls": (recorded_calls, epoch_of),
-    "parameters": (Observer, recorded_calls, fault_before, fault_of_step, fault_between),
+    "parameters": (StepObserver, recorded_calls, fault_before, fault_of_step, fault_between),
 }
 """The suite's definitions that parts of the template call."""
 OWN = {PACKAGE}
@@ -142,7 +142,7 @@ class NoScriptError(Exception):
 
 
 @cache
-def _module(name: str) -> tuple[str, ast.Module, dict[str, Any]]:
+def _module_source(name: str) -> tuple[str, ast.Module, dict[str, Any]]:
     """Return a module's source, its tree, and for each top-level name its statement or the import
     it comes from.
     """
@@ -246,7 +246,7 @@ class Sources:
             CannotCopyError: one means nothing there, or something that cannot stand in this script.
         """
         for name in names:
-            found = _module(module)[2].get(name)
+            found = _module_source(module)[2].get(name)
             if isinstance(found, tuple):
                 source, original, renamed = found
                 if not _is_own(source):
@@ -265,7 +265,7 @@ class Sources:
                 raise CannotCopyError(f"{name} is not defined in {module}")
 
     def _define(self, module: str, name: str, node: Any) -> None:
-        source, _, names = _module(module)
+        source, _, names = _module_source(module)
         is_own = _is_own(module)
 
         def says_something(decorator: ast.expr) -> bool:
@@ -297,7 +297,7 @@ class Sources:
             function: the function to copy or to write out.
             arguments: the text of each, or a mapping whose entries are written out.
         """
-        _, tree, names = _module(function.__module__)
+        _, tree, names = _module_source(function.__module__)
         node = names.get(function.__name__)
         if function.__name__ == "<lambda>":
             line = function.__code__.co_firstlineno
@@ -315,7 +315,7 @@ class Sources:
             def visit_Name(self, node: ast.Name) -> ast.AST:
                 found = names.get(node.id, node)
                 if node.id in given:
-                    return ast.parse(_text(given[node.id]), mode="eval").body
+                    return ast.parse(_quoted(given[node.id]), mode="eval").body
                 return (
                     found.value
                     if isinstance(getattr(found, "value", None), ast.Attribute)
@@ -348,13 +348,13 @@ class Sources:
                 break
             # of a copy: the tree is kept
             copy = ast.parse(ast.unparse(statement.value or ast.Constant(None)), mode="eval")
-            text = _text(ast.unparse(Put().visit(copy)))
+            text = _quoted(ast.unparse(Put().visit(copy)))
             if isinstance(statement, ast.Return):
-                ours = [_global_names(_text(argument)) for argument in arguments]
+                ours = [_global_names(_quoted(argument)) for argument in arguments]
                 self.add(function.__module__, *sorted({*_global_names(text)}.difference(*ours)))
                 return text if isinstance(copy.body, ast.Call) else f"({text})"
             given[target.id] = text
-        return f"{self.expression(function)}({', '.join(map(_text, arguments))})"
+        return f"{self.expression(function)}({', '.join(map(_quoted, arguments))})"
 
     def expression(self, function: Any) -> str:
         """Return the name of a function of the suite, or the call of the function that makes it."""
@@ -393,7 +393,7 @@ class Sources:
         return "\n\n".join(map("\n".join, in_order))
 
 
-def _text(value: Any) -> str:
+def _quoted(value: Any) -> str:
     return (value if isinstance(value, str) else repr(dict(value))).replace("'", '"')
 
 
@@ -411,13 +411,15 @@ def literal(value: Any, column: int = 0) -> str:
 # that they have in the suite.
 
 
-def _calls(layers: Sequence[Layer], chain: torch.nn.Module, sources: Sources) -> Iterator[str]:
+def _layer_calls(
+    layers: Sequence[Layer], chain: torch.nn.Module, sources: Sources
+) -> Iterator[str]:
     # not `children()`, which leaves out a module's second place
     for layer, module in zip(layers, chain._modules.values(), strict=True):
         if tables.layer_definition(layer).wraps:
             assert module is not None
             yield "torch.nn.Sequential("
-            yield from (f"    {line}" for line in _calls(layer.layers, module, sources))
+            yield from (f"    {line}" for line in _layer_calls(layer.layers, module, sources))
             yield "),"
         else:
             yield f"{constructor_call(module, sources)},"
@@ -517,7 +519,7 @@ def _generated(instance: Instance, sources: Sources) -> dict[str, Any]:
     assert spec is not None
     definition = tables.loss_definition(spec.loss)
     whole = tables.needs_batch(spec)
-    calls = list(_calls(spec.layers, model, sources))
+    calls = list(_layer_calls(spec.layers, model, sources))
     inside = (
         calls[0].rstrip(",")
         if len(calls) == 1
@@ -565,13 +567,13 @@ def _generated(instance: Instance, sources: Sources) -> dict[str, Any]:
 
 def _users(problem: Problem, case: Case, sources: Sources) -> dict[str, Any]:
     """Return what stands for a user's problem in the template; it is imported from its place."""
-    sources.copy(map_leaves, leaves)
+    sources.copy(map_leaves, tensor_leaves)
     given = problem.count is not None
     return {
         "count": (
             "torch.as_tensor(PROBLEM.count(batch))"
             if given
-            else "torch.tensor(len(next(leaves(batch))))"
+            else "torch.tensor(len(next(tensor_leaves(batch))))"
         ),
         "definitions_problem": sources.take(),
         "found": _loaded(str(case.problem_name)),
@@ -579,7 +581,7 @@ def _users(problem: Problem, case: Case, sources: Sources) -> dict[str, Any]:
     }
 
 
-def _folder(name: str) -> Path:
+def _folder_of_name(name: str) -> Path:
     """Return the folder in which `FILE.py:NAME` or `package.module:NAME` is looked up."""
     place = name.rpartition(":")[0]
     if place.endswith(".py"):
@@ -598,7 +600,7 @@ def _folder(name: str) -> Path:
 def _loaded(name: str) -> str:
     """Return the call that loads what `FILE.py:NAME` or `package.module:NAME` stands for."""
     place, _, attribute = name.rpartition(":")
-    folder = _folder(name)
+    folder = _folder_of_name(name)
     if place.endswith(".py"):
         place = Path(place).name
     return f"load({place!r}, {attribute!r}, folder={folder.as_posix()!r})".replace("'", '"')
@@ -626,13 +628,13 @@ def _loop(loop: Any, name: str, sources: Sources, *, copied: bool) -> str:
         raise CannotCopyError(
             f"{name} is no function of a module, or a name that scripts use themselves"
         )
-    if not all(map(_is_copyable, _module(loop.__module__)[1].body)):
+    if not all(map(_is_copyable, _module_source(loop.__module__)[1].body)):
         raise CannotCopyError(f"{loop.__module__} does more than to define functions")
     sources.add(loop.__module__, attribute)
     return attribute
 
 
-def _optimizer(case: Case, parameters: str, sources: Sources) -> str:
+def _optimizer_expression(case: Case, parameters: str, sources: Sources) -> str:
     """Return the expression of the case's real optimizer, or of the one whose step changes nothing."""
     call = f"NoOpOptimizer({parameters})"
     if case.optimizer is not None:
@@ -645,7 +647,7 @@ def _optimizer(case: Case, parameters: str, sources: Sources) -> str:
 # The whole script.
 
 
-def _numbers(violation: Violation, *, with_expected: bool) -> dict[str, str]:
+def _gradient_tables(violation: Violation, *, with_expected: bool) -> dict[str, str]:
     """Return the tables of expected, observed and allowed gradients, as far as the script needs
     them.
     """
@@ -751,7 +753,7 @@ def _flags_of_step(violation: Violation) -> set[str]:
     return flags
 
 
-def _filled(flags: set[str], values: Mapping[str, Any]) -> str:
+def _filled_template(flags: set[str], values: Mapping[str, Any]) -> str:
     """Return the template's lines that stand under one of these flags or none, with the values in
     place.
     """
@@ -828,7 +830,9 @@ def _script(
         _users(problem, case, sources) if problem else _generated(instance, sources)
     )
     flags |= {flag for flag in ("ties", "frozen") if values.get(flag)}
-    values |= _numbers(violation, with_expected="literal" in flags) | _places(violation, instance)
+    values |= _gradient_tables(violation, with_expected="literal" in flags) | _template_values(
+        violation, instance
+    )
     values["seconds"] = time_limit_s
     values["most_seconds"] = RANKS_S + (time_limit_s or 0.0)
     if problem is not None:
@@ -852,7 +856,7 @@ def _script(
     values |= _head(name, violation, needs)
     if len(needs) > 1:
         flags.add("loads")
-    return _with_imports(_filled(flags, values), sources)
+    return _with_imports(_filled_template(flags, values), sources)
 
 
 def _of_loop(source: str, case: Case, flags: set[str], sources: Sources) -> dict[str, Any]:
@@ -873,8 +877,8 @@ def _of_loop(source: str, case: Case, flags: set[str], sources: Sources) -> dict
     is_usual = not is_imported and not UNUSUAL.search(definitions)
     flags.add("plain_loader" if is_usual and "calls" not in flags else "pairs")
     trained = "[p for p in model.parameters() if p.requires_grad]"
-    optimizer = _optimizer(case, trained, sources)
-    make = f"lambda parameters: {_optimizer(case, 'parameters', sources)}"
+    optimizer = _optimizer_expression(case, trained, sources)
+    make = f"lambda parameters: {_optimizer_expression(case, 'parameters', sources)}"
     return {
         "loop": source,
         "definitions_loop": definitions,
@@ -896,7 +900,7 @@ def _with_imports(filled: str, sources: Sources) -> str:
     return head + mark.replace("IMPORTS", imports) + text + "\n"
 
 
-def _places(violation: Violation, instance: Instance) -> dict[str, Any]:
+def _template_values(violation: Violation, instance: Instance) -> dict[str, Any]:
     """Return what the template says of a violation's case, and of the window and step that show it."""
     case = violation.case
     plan = violation.case.plan
@@ -1067,7 +1071,7 @@ def _jax_script(
             expected=None if evidence is None else repr(ordered(evidence.expected)),
             allowed=None if evidence is None else repr(ordered(np.nan_to_num(evidence.allowed))),
             file=Path(source).name,
-            folder=repr(_folder(name).as_posix()),
+            folder=repr(_folder_of_name(name).as_posix()),
             source="\n    ".join(map(repr, text.splitlines(keepends=True))).join(
                 ("(\n    ", "\n)")
             ),

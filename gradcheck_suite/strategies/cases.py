@@ -248,7 +248,7 @@ def choices_of(
 
 
 @cache
-def is_accepted(signal: Signal, limits: Limits) -> bool:
+def takes_signal(signal: Signal, limits: Limits) -> bool:
     """Return whether any layer kind accepts a signal, within limits."""
     return any(limits.variants(kind, signal) for kind in LAYERS.values())
 
@@ -291,7 +291,7 @@ def _any_layer(draw: st.DrawFn, signal: Signal, limits: Limits, focus: Focus) ->
     inner: list[Layer] = []
     if kind.wraps:
         count = draw(integers(1, MAX_INNER_LAYERS)) + kind.parallel
-        inner = [draw(layer_strategy(signal, _inside(limits))) for _ in range(count)]
+        inner = [draw(layer_strategy(signal, _limits_inside(limits))) for _ in range(count)]
     return Layer(kind.name, *inner, **draw(variants()))
 
 
@@ -301,7 +301,7 @@ def _of_focus(focus: Focus, signal: Signal, limits: Limits) -> list[Options]:
     return [o for o in dense_or_sparse.variants(LAYERS[focus.layer], signal) if focus.fits(o)]
 
 
-def _inside(limits: Limits) -> Limits:
+def _limits_inside(limits: Limits) -> Limits:
     return replace(
         limits,
         trainable=False,
@@ -326,7 +326,7 @@ def picked_layer(focus: Focus, signal: Signal, limits: Limits, number: int) -> L
     kind = LAYERS[focus.layer]
     inner = []
     if kind.wraps:
-        within = replace(_inside(limits), trainable=True, sparse=False)
+        within = replace(_limits_inside(limits), trainable=True, sparse=False)
         fitting: list[Layer] = []
         for each in LAYERS.values():
             fitting += [Layer(each.name, **o) for o in within.variants(each, signal)]
@@ -460,11 +460,11 @@ def _losses(signal: Signal, *, uniform: bool) -> Choices | None:
     # prefers the first
     places += [(kind, variants[::-1]) for kind, variants in ignoring if variants[1:]]
     return choices_of(
-        (kind.name, _within(kind, signal, variants, uniform)) for kind, variants in places
+        (kind.name, _uniform_options(kind, signal, variants, uniform)) for kind, variants in places
     )
 
 
-def _within(
+def _uniform_options(
     kind: LossDefinition, signal: Signal, variants: Sequence[Options], uniform: bool
 ) -> Sequence[Options]:
     return [o for o in variants if not uniform or kind.uniform(signal, o)]
@@ -483,7 +483,7 @@ def _inputs(excluded: frozenset[str] = frozenset()) -> Choices | None:
 def _leading(limits: Limits) -> dict[str, list[Options]]:
     """Return the inputs that a layer within limits accepts, with their variants."""
     return {
-        kind.name: [o for o in kind.variants if is_accepted(kind.signal(o), limits)]
+        kind.name: [o for o in kind.variants if takes_signal(kind.signal(o), limits)]
         for kind in INPUTS.values()
         if kind.drawn
     }
@@ -543,7 +543,7 @@ def _loss(draw: st.DrawFn, focus: Focus, signal: Signal, *, uniform: bool) -> tu
     if focus.loss is not None:
         kind = LOSSES[focus.loss]
         fitting = [o for o in kind.variants(signal) if kind.maskable(o) or not focus.ignores]
-        if variants := _within(kind, signal, fitting, uniform):
+        if variants := _uniform_options(kind, signal, fitting, uniform):
             wanted = {focus.loss: variants}
     return _drawn(draw, _losses(signal, uniform=uniform), f"no loss takes {signal}", wanted)
 
@@ -732,7 +732,7 @@ def _plans_that_add_up(
 
 
 @cache
-def _plans(
+def _plans_of_size(
     assumes: str | tuple[str, ...], maskable: bool, small: bool, ranks: int
 ) -> st.SearchStrategy[Plan]:
     if not small:
@@ -796,7 +796,7 @@ def _cases(
         plan = (
             _plans_that_add_up(assumes, maskable, ranks)
             if adds_up
-            else _plans(assumes, maskable, small, ranks)
+            else _plans_of_size(assumes, maskable, small, ranks)
         )
     seed = draw(integers(0, MAX_SEED))
     case = Case(

@@ -39,7 +39,7 @@ AHEAD = 8
 
 
 @lru_cache(maxsize=8)
-def _order(seed_value: int, turn: int) -> list[int]:
+def _focus_order(seed_value: int, turn: int) -> list[int]:
     """Return the places of the focuses in the order of one turn through them."""
     return Random(f"{seed_value}/{turn}").sample(range(len(FOCI)), len(FOCI))
 
@@ -47,7 +47,7 @@ def _order(seed_value: int, turn: int) -> list[int]:
 def _stream(seed_value: int, number: int, attempt: int) -> bytes:
     """Return the bytes of a case. `cases()` reads its focus from the first byte."""
     turn, place = divmod(number, len(FOCI))
-    return bytes([_order(seed_value, turn)[place]]) + Random(
+    return bytes([_focus_order(seed_value, turn)[place]]) + Random(
         f"{seed_value}/{number}/{attempt}"
     ).randbytes(STREAM_BYTES)
 
@@ -84,7 +84,7 @@ class _Failing(ExampleDatabase):
         self._saved.discard(value)
 
 
-def _settings(examples: int) -> settings:
+def _hypothesis_settings(examples: int) -> settings:
     return settings(
         max_examples=max(examples, 1),
         database=_Failing(),
@@ -138,7 +138,7 @@ def run_on_cases(
     failure: Exception | None = None
     shrinking = False
 
-    chosen = _settings(examples)
+    chosen = _hypothesis_settings(examples)
 
     def judge_drawn(case: Case) -> None:
         try:
@@ -162,7 +162,7 @@ def run_on_cases(
         fuzz(stream)
         return received.pop() if received else None
 
-    source = _numbered(read, _KEPT.setdefault(drawn, {}), seed_value, examples)
+    source = _first_of_each_number(read, _KEPT.setdefault(drawn, {}), seed_value, examples)
     for first, others in _prepared(source, prepare):
         for stream, case in chain([first], others):
             try:
@@ -205,7 +205,7 @@ def _prepared(source: Iterator[_Drawn], prepare: Callable[[Case], None] | None) 
         yield waiting.popleft()
 
 
-def _numbered(
+def _first_of_each_number(
     read: Callable[[bytes], Case | None], kept: _Kept, seed_value: int, examples: int
 ) -> Iterator[_Drawn]:
     """Yield the first case of each number that differs from all before, and those that may take its

@@ -153,7 +153,7 @@ def _partly_masked(
 
 
 @st.composite
-def _plans(
+def _drawn_plan(
     draw: st.DrawFn, bounds: _Bounds, maskable: bool, assumes: str | tuple[str, ...]
 ) -> Plan:
     sizes, steps = _sizes_and_steps(bounds)
@@ -224,4 +224,4 @@ def plans(
     Raises:
         InvalidArgument: at the first draw, where an argument is wrong.
     """
-    return _plans(_Bounds(ranks, **bounds), maskable, hashable(assumes))
+    return _drawn_plan(_Bounds(ranks, **bounds), maskable, hashable(assumes))

@@ -40,7 +40,7 @@ from gradcheck_suite.verification.judge_process import NUMBER, JudgeProcess, run
 
 
 @dataclass(frozen=True)
-class Run:
+class LoopRun:
     """A run of a loop on a generated problem, to be judged.
 
     Attributes:
@@ -75,7 +75,7 @@ class OwnRun:
     time_limit_s: float | None
     evaluator: str
 
-    def run(self) -> Run:
+    def run(self) -> LoopRun:
         """Run the loop.
 
         Raises:
@@ -85,7 +85,7 @@ class OwnRun:
         outcome = run_loop(
             BUILT_IN[self.loop], generated_instance(self.case), time_limit_s=self.time_limit_s
         )
-        return Run(
+        return LoopRun(
             self.case,
             outcome,
             self.rules,
@@ -121,7 +121,7 @@ def _no_loop(_: object) -> None:
     raise NeedsLoopError
 
 
-def answer_to(run: Run) -> Answer:
+def answer_to(run: LoopRun) -> Answer:
     """Return the verdict on a run, or None where the parent has to judge it itself."""
 
     def runner(rank: int, alike: bool) -> LoopRunner:
@@ -153,7 +153,7 @@ class _Message:
     """
 
     number: int
-    asked: Run | OwnRun | CheckPrograms
+    asked: LoopRun | OwnRun | CheckPrograms
     digest: bytes
 
     @classmethod
@@ -184,7 +184,7 @@ class _Answers:
         """Whether the run of a message was judged before."""
         return message.digest in self._kept
 
-    def of(self, message: _Message, asked: Run | OwnRun) -> bytes:
+    def of(self, message: _Message, asked: LoopRun | OwnRun) -> bytes:
         """Return the answer to a message, for the connection.
 
         Args:
@@ -205,7 +205,7 @@ class _Answers:
             return packed(None)  # the parent meets it too, and reports it
         return self._of_digest(run, _digest(packed(run)))
 
-    def _of_digest(self, run: Run, digest: bytes) -> bytes:
+    def _of_digest(self, run: LoopRun, digest: bytes) -> bytes:
         if digest not in self._kept:
             self._kept[digest] = packed(answer_to(run))
             if len(self._kept) > MOST_ANSWERS:
@@ -239,7 +239,7 @@ def main(connection: Connection) -> None:
                         _prepare(waiting[-1].asked)
                 message = waiting.popleft()
                 asked = message.asked
-                if isinstance(asked, Run | OwnRun):
+                if isinstance(asked, LoopRun | OwnRun):
                     connection.send_bytes(answers.of(message, asked))
                 elif asked.ends:
                     checks = programs.PROGRAMS.finish_checks()
@@ -251,9 +251,9 @@ def main(connection: Connection) -> None:
         os._exit(0)
 
 
-def _prepare(asked: Run | OwnRun | CheckPrograms) -> None:
+def _prepare(asked: LoopRun | OwnRun | CheckPrograms) -> None:
     """Let other threads load or compile the programs of JAX that judge a run."""
-    if isinstance(asked, Run | OwnRun):
+    if isinstance(asked, LoopRun | OwnRun):
         # a case that cannot be built is reported where its turn comes
         with suppress(CannotJudgeError, UsageError), evaluated_by(asked.evaluator):
             REFERENCES.prepare(asked.case)
@@ -390,7 +390,7 @@ class Prefetcher:
             return
         try:
             message = packed(
-                Run(
+                LoopRun(
                     case,
                     outcome,
                     self._rules,

@@ -18,7 +18,7 @@ from gradcheck_suite.core.contract import (
     expect_loop,
     is_jax,
 )
-from gradcheck_suite.core.faults import names_of, noted, over_ranks
+from gradcheck_suite.core.faults import names_of, remedy_over_ranks, with_note
 from gradcheck_suite.core.results import Verdict, Violation
 from gradcheck_suite.core.text import counted
 from gradcheck_suite.errors import CannotRunHere, UsageError
@@ -186,7 +186,7 @@ def _of_rank(
     # without ranks, the outcomes are those of the devices of a loop of JAX
     sentence = violation.explanation
     place = "rank" if case.plan.ranks else "device"
-    sentence = over_ranks(sentence, violation.diagnosis)
+    sentence = remedy_over_ranks(sentence, violation.diagnosis)
     if outcomes[rank].timed_out:
         sentence += UNEVEN if case.plan.has_idle_rank else ""
     elif violation.kind != "raised" and all(_same(outcomes[rank], outcome) for outcome in outcomes):
@@ -199,13 +199,13 @@ def _of_rank(
                 f"the gradients of rank {right[0]} are right, as after a reduce in place of an"
                 " all_reduce"
             )
-            sentence = noted(sentence, note)
+            sentence = with_note(sentence, note)
         if place == "device" and violation.kind == "gradient":
             note = (
                 "devices have different gradients, as where no psum adds up a sum or a count over"
                 " them"
             )
-            sentence = noted(sentence, note)
+            sentence = with_note(sentence, note)
     return replace(violation, explanation=sentence, rank=rank if case.plan.ranks else None)
 
 
@@ -241,9 +241,12 @@ def of_torch(loop: Loop, problem: Problem | None) -> Problem | None:
     """
     if problem is None or not is_jax(loop):
         return problem
-    from gradcheck_suite.run.jax_run import LiftedProblem, lifted  # torch loops need none of it
+    from gradcheck_suite.run.jax_run import (  # torch loops need none of it
+        LiftedProblem,
+        as_torch_problem,
+    )
 
-    return problem if isinstance(problem, LiftedProblem) else lifted(problem)
+    return problem if isinstance(problem, LiftedProblem) else as_torch_problem(problem)
 
 
 def check(

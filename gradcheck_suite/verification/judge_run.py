@@ -23,7 +23,7 @@ from gradcheck_suite.core.comparison import (
     quick_bound,
 )
 from gradcheck_suite.core.contract import EDITS_PARAMETERS, EDITS_SETTINGS
-from gradcheck_suite.core.faults import is_of_weights, noted
+from gradcheck_suite.core.faults import is_of_weights, with_note
 from gradcheck_suite.core.results import Verdict, Violation, ViolationKind
 from gradcheck_suite.judge.fitted_weights import diagnose_case
 from gradcheck_suite.judge.gradient import explain_gradient, explain_missing, explain_probe
@@ -35,7 +35,7 @@ from gradcheck_suite.judge.weights import Diagnosis, missing_gradient, none_and_
 from gradcheck_suite.reference.large_batch import (
     CannotJudgeError,
     Reference,
-    Window,
+    WindowReference,
     accumulation_fault,
     disagreement,
     gradients_of,
@@ -83,7 +83,7 @@ def steps_of_plan(
 
 
 def undeclared_autocast(
-    window: Window, evaluation: Evaluation, compute: Compute
+    window: WindowReference, evaluation: Evaluation, compute: Compute
 ) -> Diagnosis | None:
     """Return the diagnosis of a wrong gradient whose only errors are the rounding errors of
     autocast, else None.
@@ -110,7 +110,7 @@ def undeclared_autocast(
 
 
 def _is_right_at(
-    window: Window,
+    window: WindowReference,
     evaluation: Evaluation,
     parameters: dict[str, torch.Tensor] | None,
     compute: Compute,
@@ -129,7 +129,7 @@ ROUNDINGS = 8.0
 
 
 def closure_without_reset(
-    window: Window, outcome: Outcome, evaluation: Evaluation
+    window: WindowReference, outcome: Outcome, evaluation: Evaluation
 ) -> Diagnosis | None:
     """Return the diagnosis of a gradient that still contains that of the closure's call before it,
     else None.
@@ -234,7 +234,7 @@ def zeros_that_move(case: Case, observation: Observation) -> dict[str, float]:
     return {name: distance for name, distance in distances.items() if distance}
 
 
-def explain_zeros(case: Case, moved: dict[str, float], window: Window) -> str | None:
+def explain_zeros(case: Case, moved: dict[str, float], window: WindowReference) -> str | None:
     """Return a sentence about the first of these parameters that no item of the window reaches, or
     None.
     """
@@ -247,7 +247,9 @@ def explain_zeros(case: Case, moved: dict[str, float], window: Window) -> str | 
     )
 
 
-def none_in_place_of_zeros(window: Window, evaluation: Evaluation, autocast: Compute) -> str | None:
+def none_in_place_of_zeros(
+    window: WindowReference, evaluation: Evaluation, autocast: Compute
+) -> str | None:
     """Return a parameter whose gradient is None, though some micro-batch with valid targets reaches
     it, or None.
     """
@@ -272,7 +274,7 @@ def none_in_place_of_zeros(window: Window, evaluation: Evaluation, autocast: Com
 
 
 def stale_parameters(
-    window: Window, outcome: Outcome, evaluation: Evaluation, autocast: Compute
+    window: WindowReference, outcome: Outcome, evaluation: Evaluation, autocast: Compute
 ) -> Diagnosis | None:
     """Return the diagnosis of a wrong gradient that is right at parameters of an earlier step, else
     None.
@@ -376,7 +378,7 @@ DUPLICATES = Diagnosis(
 )
 
 
-def takes_duplicates(window: Window, runner: LoopRunner) -> bool:
+def takes_duplicates(window: WindowReference, runner: LoopRunner) -> bool:
     """Return whether a loop whose gradient is wrong is right on the same case with items that all
     differ.
 
@@ -432,7 +434,7 @@ NOT_FINITE = (
 """Why gradients are not judged that no correct loop has finite."""
 
 
-def _finding(window: Window, comparison: Comparison, *, moved: bool) -> str | None:
+def _finding(window: WindowReference, comparison: Comparison, *, moved: bool) -> str | None:
     """Return why the reference itself cannot be relied on, or None."""
     # at the initial parameters `check_run` asks JAX, of all windows at once
     found = disagreement(window) if moved else None
@@ -574,7 +576,9 @@ class RunJudge:
                     if call and self.runner:
                         found = replace(
                             found,
-                            explanation=noted(found.explanation, OF_A_LATER_CALL.format(call + 1)),
+                            explanation=with_note(
+                                found.explanation, OF_A_LATER_CALL.format(call + 1)
+                            ),
                         )
                     return Verdict(case, found, ratio=ratio)
                 if isinstance(found, _Finding):
@@ -654,7 +658,7 @@ class RunJudge:
 
     def _of_wrong_gradient(
         self,
-        window: Window,
+        window: WindowReference,
         evaluation: Evaluation,
         comparison: Comparison,
         epoch: int,
@@ -676,7 +680,7 @@ class RunJudge:
 
     def _of_gradient(
         self,
-        window: Window,
+        window: WindowReference,
         evaluation: Evaluation,
         comparison: Comparison,
         epoch: int,
@@ -740,7 +744,7 @@ class RunJudge:
         return is_linear(e.comparison.observed, e.small)
 
     def _name_of(
-        self, comparison: Comparison, window: Window, epoch: int, e: Evidence | None
+        self, comparison: Comparison, window: WindowReference, epoch: int, e: Evidence | None
     ) -> Diagnosis | None:
         known = None
         if e:
@@ -797,7 +801,9 @@ class RunJudge:
         if not swallowed or not named.name:
             return explanation
         times = "once" if len(swallowed) == 1 else f"{len(swallowed)} times"
-        return noted(explanation, f"the loss raised {times}, and the loop went on: {swallowed[0]}")
+        return with_note(
+            explanation, f"the loss raised {times}, and the loop went on: {swallowed[0]}"
+        )
 
     def _on_probe(self) -> tuple[Violation | None, float]:
         """Return the violation of a loop on a weight probe, and the largest error over bound where

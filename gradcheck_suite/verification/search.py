@@ -47,13 +47,13 @@ from gradcheck_suite.core.contract import (
     dealt_to_ranks,
     is_jax,
 )
-from gradcheck_suite.core.faults import is_general, is_of_weights, names_of, noted
+from gradcheck_suite.core.faults import is_general, is_of_weights, names_of, with_note
 from gradcheck_suite.core.options import ChosenOptions
 from gradcheck_suite.core.results import Verdict, Violation, is_endless
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.loops.ranks import RANK_LOOPS
 from gradcheck_suite.loops.reset_modes import plain
-from gradcheck_suite.reference.large_batch import CannotJudgeError, Window
+from gradcheck_suite.reference.large_batch import CannotJudgeError, WindowReference
 from gradcheck_suite.run.optimizers import NEEDS
 from gradcheck_suite.run.ranks import run_ranks
 from gradcheck_suite.strategies.cases import SMALL_MICRO_BATCHES, reductions_within, size_of
@@ -75,7 +75,7 @@ class StopError(BaseException):
         self.error = error
 
 
-class Stopwatch:
+class ProcessorStopwatch:
     """Measures time from when it is made, such that a busy machine searches as far as an idle one."""
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ WITH_INFINITY = (math.inf, 1.0, 1.0, 1.0)
 WITH_NAN = (1.0, 1.0, math.nan, 1.0)
 
 
-def within(plan: Plan, assumes: frozenset[str]) -> Plan:
+def satisfying(plan: Plan, assumes: frozenset[str]) -> Plan:
     """Return the plan, changed so that it satisfies a loop's assumptions."""
     if WHOLE_WINDOWS in assumes and plan.has_short_window:
         plan = plan.select(range(plan.windows[-1][0]))
@@ -172,11 +172,11 @@ def first_cases(
     """
     if compiles:
         yield probe_case(
-            within(WHOLE, assumes), reductions_within(assumes)[0], dtype=dtype, device=device
+            satisfying(WHOLE, assumes), reductions_within(assumes)[0], dtype=dtype, device=device
         )
     for number, plan in enumerate(FIRST):
         dealt = dealt_to_ranks(
-            within(plan, assumes),
+            satisfying(plan, assumes),
             ranks,
             assumes,
             uneven=number > 0,
@@ -195,7 +195,7 @@ def long_cases(
     """
     plans = LONG[:-3] if compiles else LONG
     for plan in plans:
-        dealt = dealt_to_ranks(within(plan, assumes), ranks, assumes)
+        dealt = dealt_to_ranks(satisfying(plan, assumes), ranks, assumes)
         yield probe_case(dealt, reductions_within(assumes)[0], dtype=dtype, device=device)
 
 
@@ -206,7 +206,7 @@ def small_count_cases(
     counts.
     """
     if "mean" in reductions_within(assumes) and PLAIN_COUNTS not in assumes:
-        dealt = dealt_to_ranks(within(SMALL_COUNTS, assumes), ranks, assumes)
+        dealt = dealt_to_ranks(satisfying(SMALL_COUNTS, assumes), ranks, assumes)
         yield probe_case(dealt, dtype=dtype, device=device, unit=UNIT)
 
 
@@ -257,7 +257,7 @@ def model_cases(
     )
     exponents = (0, LARGE[dtype][0], 0, SMALL[dtype][0])
     slopes = slopes_text(chain.from_iterable(map(_of_size, exponents)))
-    plan = within(Plan((2, 2) * len(exponents), 2, 1 if ONE_EPOCH in assumes else 5), assumes)
+    plan = satisfying(Plan((2, 2) * len(exponents), 2, 1 if ONE_EPOCH in assumes else 5), assumes)
     loss = Loss("identity", reduction=spec.loss.reduction, slopes=slopes)
     # an optimizer that takes no bias, or no dense gradient, has no such model
     moving = optimizer if optimizer and optimizer not in NEEDS else "sgd"
@@ -302,7 +302,7 @@ def smallest_probe(
         assumes: assumptions of the loop, which smaller plans satisfy too.
         seconds: the time after which shrinking ends, at most `PROBE_SECONDS`.
     """
-    began = Stopwatch()
+    began = ProcessorStopwatch()
     right = dict[str, str]()
     if violation.kind == "raised" or is_endless(violation):
         return violation, []
@@ -335,13 +335,15 @@ def _smaller(violation: Violation, assumes: frozenset[str]) -> Smaller:
         while step:
             # the assumptions may leave no micro-batch
             with suppress(UsageError):
-                if (plan := within(with_number(number - step), assumes)) != case.plan:
+                if (plan := satisfying(with_number(number - step), assumes)) != case.plan:
                     yield f"{text} = {number - step}", _of_plan(case, plan, tuple(slopes_of(case)))
             step //= 2
     if sloped:
         return
     # within the assumptions, micro-batches of one item may have the size of this plan's again
-    single = within(replace(case.plan, micro_batches=(1,) * len(case.plan.micro_batches)), assumes)
+    single = satisfying(
+        replace(case.plan, micro_batches=(1,) * len(case.plan.micro_batches)), assumes
+    )
     if single != case.plan:
         yield "", _of_plan(case, single)
 
@@ -460,7 +462,7 @@ def stays_finite(case: Case, problem: Problem | None) -> bool:
     return True
 
 
-def _is_finite(window: Window) -> bool:
+def _is_finite(window: WindowReference) -> bool:
     computed = [window.expected]
     if window.bound is not window.float64_bound:
         with suppress(RuntimeError):  # torch lacks an operation in this dtype: `check` says so
@@ -495,7 +497,7 @@ def more_specific(first: Violation, smallest: Violation) -> Violation:
     return replace(
         smallest,
         diagnosis=first.diagnosis,
-        explanation=noted(first.explanation, f"named on a larger case, {first.case.plan!r}"),
+        explanation=with_note(first.explanation, f"named on a larger case, {first.case.plan!r}"),
         details=(*smallest.details, note),
     )
 
@@ -586,7 +588,7 @@ class Tally:
                 self.moved_by_zeros.append(verdict.moved_by_zeros)
 
 
-class Search:
+class SearchState:
     """What a search has found so far.
 
     Attributes:
@@ -745,7 +747,7 @@ class Search:
                 named or counted.
         """
         found: list[Violation] = []
-        began = Stopwatch()
+        began = ProcessorStopwatch()
         seconds = self._seconds
         kinds: set[str] = {seen.kind} if seen else set()
         kinds |= OF_GRADIENT if kinds & OF_GRADIENT and not already_found else set()
@@ -770,7 +772,7 @@ class Search:
             if violation is None or (kinds and violation.kind not in kinds):
                 return
             if not found:
-                began = Stopwatch()
+                began = ProcessorStopwatch()
                 kinds.clear()
                 kinds.add(violation.kind)
                 if not already_found:
@@ -853,7 +855,7 @@ class Search:
         spec = ProblemSpec(Input("vector", size=min(options.ranks, 2)), layers, loss)
         for plan in LADDER:
             with suppress(UsageError):  # the assumptions leave no micro-batch
-                plans[within(plan, assumes)] = None
+                plans[satisfying(plan, assumes)] = None
         numbers = sorted({min(options.ranks, 2), options.ranks})
         # a rank with fewer micro-batches makes a smaller case
         dealt = (

@@ -23,8 +23,13 @@ from gradcheck_suite.core.comparison import Vector
 from gradcheck_suite.core.contract import Batch, Problem
 from gradcheck_suite.core.options import SECOND_OPINION_S
 from gradcheck_suite.loops.reset_modes import plain
-from gradcheck_suite.reference.large_batch import REFERENCES, Reference, Window, disagreement
-from gradcheck_suite.run.instance import leaves, map_leaves
+from gradcheck_suite.reference.large_batch import (
+    REFERENCES,
+    Reference,
+    WindowReference,
+    disagreement,
+)
+from gradcheck_suite.run.instance import map_leaves, tensor_leaves
 from gradcheck_suite.run.runner import run_loop
 
 Shapes = tuple[Any, ...]
@@ -101,7 +106,7 @@ class _Asked:
     index: int
     moves: bool
 
-    def window(self) -> Window | None:
+    def window(self) -> WindowReference | None:
         """Return the window; None where the run that should move the parameters fails."""
         if not self.moves:
             return self.reference.window(self.index)
@@ -169,7 +174,7 @@ def second_opinion(
     return opinion
 
 
-def _wrong_backwards(window: Window, opinion: SecondOpinion) -> tuple[type, ...]:
+def _wrong_backwards(window: WindowReference, opinion: SecondOpinion) -> tuple[type, ...]:
     """Note the custom functions whose backward is not the derivative, each as one finding, and
     return them.
 
@@ -184,7 +189,7 @@ def _wrong_backwards(window: Window, opinion: SecondOpinion) -> tuple[type, ...]
     return tuple(wrong.function for wrong in found)
 
 
-def _compare(window: Window, lowered: Lowered, functions: tuple[type, ...]) -> str | None:
+def _compare(window: WindowReference, lowered: Lowered, functions: tuple[type, ...]) -> str | None:
     if disagreement(window, _gradient(window, lowered)) is None:
         return None
     # a model's constants may depend on its seed: a difference counts only with this model's own
@@ -192,7 +197,7 @@ def _compare(window: Window, lowered: Lowered, functions: tuple[type, ...]) -> s
     return disagreement(window, _gradient(window, _lowered(window, functions)))
 
 
-def _lowered(window: Window, functions: tuple[type, ...]) -> Lowered:
+def _lowered(window: WindowReference, functions: tuple[type, ...]) -> Lowered:
     return lower(
         window.model(),
         window.reference.instance.problem.loss,
@@ -201,12 +206,12 @@ def _lowered(window: Window, functions: tuple[type, ...]) -> Lowered:
     )
 
 
-def _gradient(window: Window, lowered: Lowered) -> Vector:
+def _gradient(window: WindowReference, lowered: Lowered) -> Vector:
     _, gradient, _ = lowered.value_and_gradient(*arguments_of(window.model(), _batch(window)))
     return window.reference.join(gradient)
 
 
-def _batch(window: Window) -> Batch:
+def _batch(window: WindowReference) -> Batch:
     return window.reference.instance.batch(window.items, torch.float64)
 
 
@@ -214,7 +219,7 @@ def _shapes(model: torch.nn.Module, batch: Batch) -> Shapes:
     """Return what a program is specialised on: shapes, dtypes and the parts of the batch that are
     not tensors.
     """
-    data = tuple((tuple(t.shape), t.dtype) for t in leaves(batch))
+    data = tuple((tuple(t.shape), t.dtype) for t in tensor_leaves(batch))
     parameters = tuple(
         (name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()
     )

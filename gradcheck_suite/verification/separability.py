@@ -19,13 +19,18 @@ from gradcheck_suite.core.contract import Batch, Problem
 from gradcheck_suite.core.results import Violation
 from gradcheck_suite.core.text import counted, error_text
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.reference.large_batch import REFERENCES, CannotJudgeError, Reference, Window
+from gradcheck_suite.reference.large_batch import (
+    REFERENCES,
+    CannotJudgeError,
+    Reference,
+    WindowReference,
+)
 from gradcheck_suite.run.instance import (
     Instance,
     Items,
     generated_instance,
-    leaves,
     seeded,
+    tensor_leaves,
     user_instance,
 )
 from gradcheck_suite.run.optimizers import optimizer_of
@@ -239,7 +244,7 @@ def _calls(instance: Instance, model: torch.nn.Module, batch: Batch) -> Calls:
     handles = []
 
     def copied(values: Any) -> Values:
-        return [t.detach().clone() for t in leaves(values) if t.is_floating_point()]
+        return [t.detach().clone() for t in tensor_leaves(values) if t.is_floating_point()]
 
     for name, module in model.named_modules():
 
@@ -529,7 +534,7 @@ def _checked_loss(
         )
     value = float(loss.detach())
     if not math.isfinite(value):
-        items = len(next(leaves(batch)))
+        items = len(next(tensor_leaves(batch)))
         raise UsageError(
             f"{name}: the loss of {items} drawn items is {value}, so there is no gradient to"
             " compare; Problem.count must be 0 for items without valid targets"
@@ -590,7 +595,7 @@ def _not_accumulable(case: Case, explanation: str) -> Violation:
     )
 
 
-def gradient_fault(reference: Reference, window: Window) -> Violation | None:
+def gradient_fault(reference: Reference, window: WindowReference) -> Violation | None:
     """Return why a problem that passes the forward-only check is not accumulable, or None where it
     is.
 

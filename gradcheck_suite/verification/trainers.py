@@ -18,7 +18,7 @@ from gradcheck_suite.core.results import Result, Verdict
 from gradcheck_suite.core.text import cut_text
 from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.loops.trainers import TRAINERS
-from gradcheck_suite.loops.trainers.trainer import MAX_SIZE, Cut, Question, Trainer, quiet
+from gradcheck_suite.loops.trainers.trainer import MAX_SIZE, EpochCut, Question, Trainer, quiet
 from gradcheck_suite.strategies.plans import plans
 from gradcheck_suite.verification.verify import verify
 
@@ -59,7 +59,7 @@ class Answer:
 
 
 @st.composite
-def cut_plans(draw: st.DrawFn, cut: Cut) -> Plan:
+def cut_plans(draw: st.DrawFn, cut: EpochCut) -> Plan:
     """Draw plans of one way of cutting up an epoch, with K from 2 to `MAX_SIZE`."""
     k = draw(st.integers(2, MAX_SIZE))
     missing = draw(st.integers(*(min(bound, k - 1) for bound in cut.missing)))

@@ -41,7 +41,7 @@ from gradcheck_suite.run.runner import quiet_loops
 from gradcheck_suite.strategies.cases import SOMETIMES_MOVING, cases, expect_layers_left
 from gradcheck_suite.verification.ahead import differences_of_programs
 from gradcheck_suite.verification.check import of_torch
-from gradcheck_suite.verification.search import Progress, Search, StopError, Tally
+from gradcheck_suite.verification.search import Progress, SearchState, StopError, Tally
 
 if TYPE_CHECKING:
     from gradcheck_suite.verification.second_opinion import SecondOpinion
@@ -109,7 +109,7 @@ def verify(
     problem = of_torch(loop, problem)
     chosen = _assumed(loop, options, problem, problem_name)
     autocast = options.autocast or checked_autocast(autocast_of(loop))
-    search = Search(
+    search = SearchState(
         loop,
         problem,
         options,
@@ -162,7 +162,9 @@ def verify(
     return result
 
 
-def _result(search: Search, loop: Loop, disagreements: Sequence[str], interrupted: bool) -> Result:
+def _result(
+    search: SearchState, loop: Loop, disagreements: Sequence[str], interrupted: bool
+) -> Result:
     """Return what a search found, as a result.
 
     Args:
@@ -194,7 +196,7 @@ def _result(search: Search, loop: Loop, disagreements: Sequence[str], interrupte
     )
 
 
-def _placed(search: Search, loop: Loop) -> Violation | None:
+def _placed(search: SearchState, loop: Loop) -> Violation | None:
     """Return what a search found, with its case in words and its places in the loop."""
     violation = search.violation
     if violation is None:
@@ -265,7 +267,7 @@ def _of_two_sizes(case: Case) -> Case:
 
 def _search(
     loop: Loop,
-    search: Search,
+    search: SearchState,
     options: ChosenOptions,
     assumes: frozenset[str],
     problem_name: str | None,
@@ -300,7 +302,7 @@ def _search(
 
 
 def _opinion(
-    loop: Loop, search: Search, problem: Problem | None, budget_s: float
+    loop: Loop, search: SearchState, problem: Problem | None, budget_s: float
 ) -> SecondOpinion | None:
     """Ask JAX about a user's problem, on the cases that the verdict rests on.
 

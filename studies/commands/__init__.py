@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from gradcheck_suite.cli import Command, Program
+from gradcheck_suite.cli import Command, CommandLine
 from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli.exit_status import DISAGREEMENT, HOLDS, JUDGED, VIOLATED
 from gradcheck_suite.core.case import DEVICES
@@ -16,7 +16,7 @@ from gradcheck_suite.core.records import append_record, write_document
 from gradcheck_suite.run import environment
 from studies.records import KINDS
 
-PROGRAM = Program(
+PROGRAM = CommandLine(
     "python -m studies",
     "Measure torch, JAX and gradcheck-suite itself.",
     {
@@ -134,7 +134,7 @@ def add_rows(parser: parsers.Parser) -> None:
     """Add `--device`, `--json` and `--reports` of a command that computes rows by torch and by JAX."""
     parser.add_argument(
         "--device",
-        type=parsers.one_of(DEVICES),
+        type=parsers.choice_of(DEVICES),
         default="cpu",
         help="where torch computes (default %(default)s)",
     )

@@ -36,7 +36,7 @@ def add_arguments(parser: parsers.Parser) -> None:
     parsers.add_number(parser, "--seed", 0, "of the cases", parsers.seed, "S")
     parser.add_argument(
         "--dtypes",
-        type=parsers.one_of(DTYPES),
+        type=parsers.choice_of(DTYPES),
         nargs="+",
         default=list(DTYPES),
         metavar="DTYPE",

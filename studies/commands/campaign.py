@@ -13,13 +13,13 @@ from gradcheck_suite.cli import campaign, exit_status
 from gradcheck_suite.cli.arguments import Parser
 from gradcheck_suite.cli.campaign import (
     Campaign,
-    Found,
-    Kind,
+    CampaignKind,
+    CampaignResult,
     blocks,
+    campaign_status,
     line,
     results_of,
     shards_of,
-    status_of,
 )
 from gradcheck_suite.cli.shards import Shard, Shards
 from studies.commands import PROGRAM
@@ -77,7 +77,7 @@ def _cut_calibrate(asked: argparse.Namespace) -> list[Shard]:
     ]
 
 
-def _found_by_zoo(campaign: Campaign, shards: Shards) -> Found:
+def _found_by_zoo(campaign: Campaign, shards: Shards) -> CampaignResult:
     numbers = [n for n, shard in enumerate(campaign.shards) if shard.words[0] == "zoo"]
     rows = [row for n in numbers for row in shards.result(n)["bugs"]]
     results = results_of(campaign, shards)
@@ -102,10 +102,10 @@ def _found_by_zoo(campaign: Campaign, shards: Shards) -> Found:
     lines += [f"sound loop {line(result)}" for result in results]
     failing = any(shards.status(n) == exit_status.VIOLATED for n in numbers)
     whole = (RECORDS["zoo"], data) if not campaign.asked.bugs else None
-    return Found(data, lines, status_of(results, violated=failing), record=whole)
+    return CampaignResult(data, lines, campaign_status(results, violated=failing), record=whole)
 
 
-def _found_by_calibrate(campaign: Campaign, shards: Shards) -> Found:
+def _found_by_calibrate(campaign: Campaign, shards: Shards) -> CampaignResult:
     from studies import calibration, tally
 
     tallies: dict[str, tally.Tally] = {}
@@ -123,13 +123,13 @@ def _found_by_calibrate(campaign: Campaign, shards: Shards) -> Found:
     total = calibration.record(settings, tallies, curves)
     findings = any(found.findings for found in tallies.values())
     status = exit_status.status_of(violated=bool(tally.false_alarms(total)), findings=findings)
-    return Found(total, tally.lines(total), status, record=(RECORDS["calibration"], total))
+    return CampaignResult(total, tally.lines(total), status, record=(RECORDS["calibration"], total))
 
 
 KINDS = {
     **campaign.KINDS,
-    "zoo": Kind(PROGRAM, _cut_zoo, _found_by_zoo),
-    "calibrate": Kind(PROGRAM, _cut_calibrate, _found_by_calibrate),
+    "zoo": CampaignKind(PROGRAM, _cut_zoo, _found_by_zoo),
+    "calibrate": CampaignKind(PROGRAM, _cut_calibrate, _found_by_calibrate),
 }
 
 

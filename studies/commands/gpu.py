@@ -28,7 +28,11 @@ MINUTES = 7.4
 def add_arguments(parser: parsers.Parser) -> None:
     """Add the command's arguments."""
     parser.add_argument(
-        "--part", required=True, type=parsers.one_of(PARTS), metavar="PART", help=", ".join(PARTS)
+        "--part",
+        required=True,
+        type=parsers.choice_of(PARTS),
+        metavar="PART",
+        help=", ".join(PARTS),
     )
     parser.add_argument(
         "--out", required=True, type=Path, metavar="DIR", help="where the log and records/ go"
@@ -42,7 +46,7 @@ def add_arguments(parser: parsers.Parser) -> None:
     )
     parser.add_argument(
         "--device",
-        type=parsers.one_of(("cuda", "cpu")),
+        type=parsers.choice_of(("cuda", "cpu")),
         default="cuda",
         metavar="DEVICE",
         help="cpu rehearses the part without a GPU; its records say so (default cuda)",

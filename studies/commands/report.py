@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from gradcheck_suite.cli.report import add_arguments, run_report
 
 if TYPE_CHECKING:
-    from gradcheck_suite.page.report import Contents
+    from gradcheck_suite.page.report import ReportContents
 
 __all__ = ["add_arguments", "run"]
 
@@ -22,7 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
     return run_report(arguments, _contents)
 
 
-def _contents() -> Contents:
+def _contents() -> ReportContents:
     from studies.report.build import CONTENTS
 
     return CONTENTS

@@ -48,7 +48,7 @@ def add_arguments(parser: parsers.Parser) -> None:
     parsers.add_number(parser, "--sound-cases", DEFAULT_SOUND_CASES, sound, parsers.natural, None)
     parser.add_argument(
         "--dtype",
-        type=parsers.one_of(DTYPES),
+        type=parsers.choice_of(DTYPES),
         metavar="DTYPE",
         help=f"of all cases, one of {', '.join(DTYPES)} (default float64)",
     )

@@ -12,9 +12,9 @@ from gradcheck_suite.core.records import Data, Record
 from gradcheck_suite.loops.jax_modes import JAX_MODES
 from gradcheck_suite.loops.reset_modes import MODES
 from gradcheck_suite.page import verdicts
-from gradcheck_suite.page.content import Answer, Figure, sources
+from gradcheck_suite.page.content import Figure, HeadlineAnswer, sources
 from gradcheck_suite.page.reading import Part, Records, device_name
-from gradcheck_suite.page.report import Contents
+from gradcheck_suite.page.report import ReportContents
 from studies.records import KINDS
 from studies.report import charts, costs, evidence, subjects
 from studies.report.faster import step_times
@@ -38,17 +38,17 @@ HEIGHT = 112
 """Pixels of the plots on the first screen."""
 
 
-def answers(records: Records) -> tuple[Answer, ...]:
+def answers(records: Records) -> tuple[HeadlineAnswer, ...]:
     """Return the answers of the first screen."""
     return _holds(records), _differs(records), _costs(records), _true(records)
 
 
-def _holds(records: Records) -> Answer:
+def _holds(records: Records) -> HeadlineAnswer:
     newest = records.newest("verify")
     shown = [record for record in newest if record.data.get("loop") in {**MODES, **JAX_MODES}]
     brief, sentence = _holds_sentence([record.data for record in shown])
     shown = shown or newest
-    return Answer(
+    return HeadlineAnswer(
         "holds",
         "Does every mode hold?",
         brief,
@@ -82,7 +82,7 @@ def _holds_sentence(datas: Sequence[Data]) -> tuple[str, str]:
             count = " to ".join(f"{number:,}" for number in dict.fromkeys((judged[0], judged[-1])))
             cases.append(f"in {count}{of if cases else ' random cases each'}")
     worst = max(float(d.get("worst_error_over_allowed") or 0) for d in datas)
-    disagreement = verdicts.disagreement(datas)
+    disagreement = verdicts.disagreement_clause(datas)
     return (
         f"Yes, {', and '.join(where)}: the gradient is that of one large batch",
         (
@@ -114,7 +114,7 @@ def _where_all(datas: Sequence[Data]) -> str:
     """Return the dtypes in which every mode was verified, by device; empty if there are none."""
     modes: dict[tuple[str, str], set[str]] = {}
     for data in datas:
-        modes.setdefault(verdicts.place_of(data), set()).add(str(data["loop"]))
+        modes.setdefault(verdicts.dtype_and_device(data), set()).add(str(data["loop"]))
     most = max(len(mine) for mine in modes.values())
     devices: dict[str, list[str]] = {}
     for dtype, device in sorted(
@@ -127,12 +127,12 @@ def _where_all(datas: Sequence[Data]) -> str:
     )
 
 
-def _differs(records: Records) -> Answer:
+def _differs(records: Records) -> HeadlineAnswer:
     unused, kept = charts.unused_parameter(), charts.kept_gradient()
     moved = unused["None"][-1] - unused["zero_"][-1]
     also = evidence.moved_by_zeros(records)
     more = f" and {len(also) - 1} more" if len(also) > 1 else ""
-    return Answer(
+    return HeadlineAnswer(
         "differs",
         "Where do they differ?",
         f"zero_ moves an unused parameter (momentum{', Adam' * ('Adam' in also)}) and clears a"
@@ -165,7 +165,7 @@ def _differs(records: Records) -> Answer:
     )
 
 
-def _costs(records: Records) -> Answer:
+def _costs(records: Records) -> HeadlineAnswer:
     measured, memory = records.of("benchmark"), records.of("memory")
     rows = costs.timed_steps(measured)
     window = costs.window_figure(memory, HEIGHT)
@@ -186,7 +186,7 @@ def _costs(records: Records) -> Answer:
         )
         said.append(f"M{where} of gradients, None {released} MiB.")
         brief.append(f"{'m' if brief else 'M'}{where}, None {released}")
-    return Answer(
+    return HeadlineAnswer(
         "costs",
         "What does each cost?",
         "; ".join(brief) or "Not measured yet",
@@ -245,7 +245,7 @@ def _kept_gradients(records: Sequence[Record]) -> tuple[int, str, str] | None:
     return (max(both), both[max(both)]["zero_"], both[max(both)]["set_to_none"]) if both else None
 
 
-def _true(records: Records) -> Answer:
+def _true(records: Records) -> HeadlineAnswer:
     found = evidence.claim_list(records.of("claim"))
     counts, questions = evidence.counted_verdicts(found)
     brief = (
@@ -260,7 +260,7 @@ def _true(records: Records) -> Answer:
             for question in questions
         )
     )
-    return Answer(
+    return HeadlineAnswer(
         "claims",
         "Which claims are true?",
         brief if found else "Not tested yet",
@@ -279,7 +279,7 @@ def _prepared(records: Records) -> Records:
 
 TITLE = "gradcheck-suite: what resetting gradients does, and what it costs"
 SUBTITLE = "zero_ writes zeros to p.grad; None releases it: p.grad = None"
-CONTENTS = Contents(
+CONTENTS = ReportContents(
     KINDS,
     PARTS,
     answers,

@@ -13,14 +13,14 @@ import pytest
 
 from gradcheck_suite import cli
 from gradcheck_suite.__main__ import main
-from gradcheck_suite.cli import Program
+from gradcheck_suite.cli import CommandLine
 from gradcheck_suite.cli.campaign import cut_up
 from studies.commands import PROGRAM, campaign
 from studies.commands.campaign import KINDS
 from studies.zoo import BUGS
 
 
-def parsed(program: Program, words: Sequence[str]) -> argparse.Namespace:
+def parsed(program: CommandLine, words: Sequence[str]) -> argparse.Namespace:
     return program.parser(words[0]).parse_intermixed_args(list(words[1:]))
 
 

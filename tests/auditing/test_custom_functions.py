@@ -14,7 +14,7 @@ from gradcheck_suite.auditing.custom_functions import (
     CONSTANT,
     CONTIGUOUS,
     IGNORES,
-    judge_function,
+    judge_backward,
 )
 from gradcheck_suite.auditing.function_calls import CallsOfProgram, first_calls
 from tests.auditing.test_recomputation import custom, elementwise, leaf, slope
@@ -35,7 +35,7 @@ def reports(kind, *calls, passed=None):
                 output.backward(leaf(*output.shape).detach().to(output))
             else:
                 passed(output).backward()
-    return [judge_function(call) for call in recorded[kind].values()]
+    return [judge_backward(call) for call in recorded[kind].values()]
 
 
 def faults(*arguments, **options):
@@ -122,7 +122,7 @@ def test_what_a_later_call_has_overwritten(is_read):
     with first_calls({kind}) as recorded:
         outputs = [kind.apply(one), kind.apply(one * 2)]
         sum(output.square().sum() for output in outputs).backward()
-    (report,) = [judge_function(call) for call in recorded[kind].values()]
+    (report,) = [judge_backward(call) for call in recorded[kind].values()]
     assert ("it differed in the program by" in report.fault) == is_read, report
     assert not report.note
 
@@ -231,7 +231,7 @@ def penalised(derivative):
     weighted = kind.apply(x * 1) * leaf(6, 3)
     (gradient,) = torch.autograd.grad(weighted.sum(), x, create_graph=True)
     gradient.square().sum().backward()
-    found = [judge_function(call) for call in calls.taken()]
+    found = [judge_backward(call) for call in calls.taken()]
     calls.close()
     return found
 
@@ -307,7 +307,7 @@ def test_a_checkpoint_of_ones_own(how, accumulates, writes, restores, is_fault):
     with first_calls({kind}) as recorded:
         kind.apply(functions[how], leaf(8, 5) * 1, *given).square().sum().backward()
     before = [(p.clone(), p.grad.clone(), id(p.grad)) for p in block.parameters()]
-    (report,) = [judge_function(call) for call in recorded[kind].values()]
+    (report,) = [judge_backward(call) for call in recorded[kind].values()]
     assert bool(report.fault) == is_fault, report
     assert not report.note
     for p, (value, gradient, place) in zip(block.parameters(), before, strict=True):

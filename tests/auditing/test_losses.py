@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812 - as everyone calls it
 import gradcheck_suite
 from gradcheck_suite.auditing.loss_terms import Term
 from gradcheck_suite.auditing.terms import Reader, read_numbers
-from gradcheck_suite.auditing.weights import LossInWindow, compare
+from gradcheck_suite.auditing.weights import LossInWindow, compare_terms
 
 
 def _normal(*shape):
@@ -271,7 +271,7 @@ def test_a_loss_that_inductor_compiles_hides_its_weights_alone():
 
 @pytest.mark.parametrize("weights", [(math.inf, 0.25, 0.5), (math.inf, math.inf, math.inf)])
 def test_infinite_weights_have_no_name_and_give_no_warning(weights):
-    found = compare(
+    found = compare_terms(
         [
             LossInWindow((0, index), Term(("Mean",), weight, {"elements": count}, mean=True), 1.0)
             for index, (weight, count) in enumerate(zip(weights, (2.0, 4.0, 2.0), strict=True))

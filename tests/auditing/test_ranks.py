@@ -25,8 +25,8 @@ from gradcheck_suite.auditing.context import (
     Ranks,
     RankWriter,
     died_before,
-    gather,
-    read,
+    gather_ranks,
+    read_ranks,
 )
 from gradcheck_suite.auditing.events import Gap
 from gradcheck_suite.auditing.terms import Reader
@@ -231,12 +231,12 @@ def test_what_an_earlier_run_on_the_same_port_left_is_not_read(monkeypatch, tmp_
     os.utime(left.own, (1e9, 1e9))
     now = _place(monkeypatch, tmp_path, 0, 200, **PORT)
     RankWriter(now).end(End())
-    assert [file.end for file in gather(now, 0.0)] == [End(), None]
+    assert [file.end for file in gather_ranks(now, 0.0)] == [End(), None]
     # a rank that the same process has started is of this run, also one that had ended before
     beside = _place(monkeypatch, tmp_path, 1, 200, **PORT)
     RankWriter(beside).end(End("of this run"))
     os.utime(beside.own, (1e9, 1e9))
-    assert [file.end and file.end.raised for file in gather(now, 0.0)] == ["", "of this run"]
+    assert [file.end and file.end.raised for file in gather_ranks(now, 0.0)] == ["", "of this run"]
 
 
 def test_without_a_port_ranks_of_one_launcher_find_each_other(monkeypatch, tmp_path):
@@ -251,10 +251,10 @@ def test_a_rank_that_died_is_known_on_its_own_machine_alone(monkeypatch, tmp_pat
     first, second = (_place(monkeypatch, tmp_path, rank, 100, **PORT) for rank in range(2))
     RankWriter(first).end(End())
     running = RankWriter(second)
-    assert read(first, 1).is_open
+    assert read_ranks(first, 1).is_open
     assert not died_before(second)
     for host, known in ((socket.gethostname(), False), ("another", None)):
-        writer = replace(read(first, 1).writer, pid=2**22 + 1, host=host)
+        writer = replace(read_ranks(first, 1).writer, pid=2**22 + 1, host=host)
         assert RankFile(1, writer=writer).is_open is known
     running.end(End())
 
@@ -285,7 +285,7 @@ def test_a_rank_that_waits_reads_each_entry_once(monkeypatch, tmp_path):
 
     monkeypatch.setattr(pickle, "load", counted)
     monkeypatch.setattr(context.time, "sleep", slept)
-    files = gather(first)
+    files = gather_ranks(first)
     assert [len(file.events) for file in files] == [0, 501]
     assert [event.steps.start for event in files[1].events] == [*range(501)]
     # of the two files their writers and ends, and each event; `path` looks at the own writer
@@ -299,7 +299,7 @@ def test_a_rank_that_is_told_to_end_waits_no_longer_than_its_launcher_does(monke
     now = [0.0]
     monkeypatch.setattr(context.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(context.time, "sleep", lambda seconds: now.append(now.pop() + 1.0))
-    files = gather(first, hurries=lambda: 3.0 if now[0] > 3.0 else None)
+    files = gather_ranks(first, hurries=lambda: 3.0 if now[0] > 3.0 else None)
     assert [file.end for file in files] == [End(), None]
     assert now[0] == pytest.approx(3.0 + context.GRACE, abs=1.5)
     running.end(End())

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import gradcheck_suite
 from gradcheck_suite.__main__ import main
 from gradcheck_suite.auditing import custom_functions
-from gradcheck_suite.auditing.custom_functions import GIVEN, LEAST, judge_function
+from gradcheck_suite.auditing.custom_functions import GIVEN, LEAST, judge_backward
 from gradcheck_suite.auditing.function_calls import first_calls
 from gradcheck_suite.auditing.recomputation import NOT_CALLED
 from tests.auditing.running import audited
@@ -281,7 +281,7 @@ def judged(kind, *arguments):
     apply = kind.apply  # as programs keep it
     with first_calls({kind}) as calls:
         apply(*arguments)
-    return judge_function(*calls[kind].values())
+    return judge_backward(*calls[kind].values())
 
 
 def leaf(*shape, dtype=torch.float32):

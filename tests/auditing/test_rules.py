@@ -15,7 +15,7 @@ from gradcheck_suite.auditing.evidence import evidence_of
 from gradcheck_suite.auditing.places import Place
 from gradcheck_suite.auditing.replay import BackwardPass, StepWindow
 from gradcheck_suite.auditing.rules import Need, Rule, decide
-from gradcheck_suite.auditing.scales import READINGS, SCALE_RULES, Run, UseInRun
+from gradcheck_suite.auditing.scales import READINGS, SCALE_RULES, ObjectiveRun, UseInRun
 from gradcheck_suite.auditing.step_rules import OF_COPIES, PER_PASS, STEP_RULES, StepEvidence
 from gradcheck_suite.auditing.sums import RULES
 from gradcheck_suite.auditing.weighing import OF_LOSSES
@@ -290,10 +290,10 @@ def _use(own, length, *, mean=True):
 )
 def test_a_factor_of_a_window_has_the_cause_that_verify_names(at, own, length, ranks, mean, cause):
     use = _use(own, length, mean=mean)
-    read = UseInRun(use, Run([use], ranks, None)).reading
+    read = UseInRun(use, ObjectiveRun([use], ranks, None)).reading
     assert (read.cause, read.fits) == (cause, 1)
     assert read.why == READINGS[at].says.format(r=length, ranks=ranks)
     assert read.value == pytest.approx(own)
     # a number that is none of the run's has no meaning
     other = _use(own * 1.37, length, mean=mean)
-    assert UseInRun(other, Run([other], ranks, None)).reading is None
+    assert UseInRun(other, ObjectiveRun([other], ranks, None)).reading is None

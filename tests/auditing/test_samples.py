@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 import gradcheck_suite
-from gradcheck_suite.auditing.samples import BatchedSampler, read, sample
+from gradcheck_suite.auditing.samples import BatchedSampler, read_samples, sample
 from gradcheck_suite.auditing.vectors import ELEMENTS, PROJECTIONS
 
 SHAPES = ((), (1,), (7,), (5000,), (3, 4), (300, 96), (5000, 40), (8, 3, 3, 3), (2, 70000))
@@ -26,7 +26,7 @@ def _draw(shape, dtype, seed):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_the_sample_of_a_sum_is_the_sum_of_the_samples(shape, dtype):
     one, other = _draw(shape, dtype, 1), _draw(shape, dtype, 2)
-    summed, first, second = read(
+    summed, first, second = read_samples(
         [sample(t, whole=True) for t in (one.double() + other.double(), one, other)]
     )
     assert len(first) == ELEMENTS + PROJECTIONS

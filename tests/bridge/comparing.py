@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from gradcheck_suite.bridge import ops  # noqa: F401  (fills the table)
 from gradcheck_suite.bridge.op_table import is_dynamic, jax_dtype, lowering_of, to_array
-from gradcheck_suite.reference.programs import Programs
+from gradcheck_suite.reference.programs import CompiledPrograms
 
 LEAVE_SOME_EMPTY = {
     "_ctc_loss",
@@ -29,7 +29,7 @@ LEAVE_SOME_EMPTY = {
 }
 TOLERANCE = 1e-11
 """Of the largest entry: a few thousand roundings of float64 on a handful of numbers."""
-_PROGRAMS = Programs()
+_PROGRAMS = CompiledPrograms()
 """Calls that differ only in their tensors' values share a program."""
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gradcheck_suite.catalogue.definitions import Signal
-from gradcheck_suite.catalogue.tables import LAYERS, build_model, fill, out_signal
+from gradcheck_suite.catalogue.tables import LAYERS, build_model, fill_parameters, out_signal
 from gradcheck_suite.core.case import Input, Layer, Loss, ProblemSpec
 from gradcheck_suite.errors import UsageError
 
@@ -311,7 +311,7 @@ def both_sides(name, options, mask):
     """
     kind = LAYERS[name]
     module = kind.torch_module(PADDED, options)
-    fill(module, 0)
+    fill_parameters(module, 0)
     module = module.double()
     values = {n: p.detach().numpy() for n, p in module.named_parameters()}
     extras = {} if mask is None else {"mask": mask}

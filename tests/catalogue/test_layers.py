@@ -24,10 +24,17 @@ import pytest
 import torch
 
 from gradcheck_suite.catalogue.definitions import LayerDefinition, Signal, no_extras
-from gradcheck_suite.catalogue.tables import INPUTS, LAYERS, Chain, extra_keys, fill, out_signal
+from gradcheck_suite.catalogue.tables import (
+    INPUTS,
+    LAYERS,
+    Chain,
+    extra_keys,
+    fill_parameters,
+    out_signal,
+)
 from gradcheck_suite.core.case import Layer
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.reference.programs import Programs
+from gradcheck_suite.reference.programs import CompiledPrograms
 
 RELATIVE = 1e-12
 PLAIN_ITEMS = 3
@@ -137,7 +144,7 @@ def draw(layer: Layer, signal: Signal, items: int) -> dict[str, np.ndarray]:
 
 def torch_model(layer: Layer, signal: Signal) -> Chain:
     model = Chain((layer,), signal)
-    fill(model, seed=crc32(identifier((layer, signal)).encode()))
+    fill_parameters(model, seed=crc32(identifier((layer, signal)).encode()))
     return model.to(torch.float64)
 
 
@@ -238,7 +245,7 @@ def assert_frameworks_agree(kind: LayerDefinition, *cases: tuple[Layer, Signal])
         return tuple(each.function(*given) for each, given in zip(prepared, arguments, strict=True))
 
     # compiled without optimisation, since it is called once
-    results = Programs().call(
+    results = CompiledPrograms().call(
         ("test of layers", kind.name), run, *(each.arguments for each in prepared), store=False
     )
     for each, result in zip(prepared, results, strict=True):

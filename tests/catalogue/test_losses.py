@@ -24,7 +24,7 @@ from gradcheck_suite.catalogue.losses import IGNORE_INDEX
 from gradcheck_suite.catalogue.tables import LOSSES
 from gradcheck_suite.core.case import REDUCTIONS, Loss
 from gradcheck_suite.reference.jax_gradients import objective, parts_as_items
-from gradcheck_suite.reference.programs import Programs
+from gradcheck_suite.reference.programs import CompiledPrograms
 
 RELATIVE = 1e-12
 SIGNALS = (
@@ -176,7 +176,7 @@ def jax_losses(
             for out, arrays, example in zip(outs, data, examples, strict=True)
         )
 
-    programs = Programs()
+    programs = CompiledPrograms()
     found = [
         programs.call("test of losses", all_reductions, tuple(each), tuple(data), store=False)
         for each in outs
@@ -363,7 +363,7 @@ def test_a_masked_item_changes_nothing(example):
         assert not np.asarray(example.kind.jax_counts(example.o, arrays))[masked].any()
         items = partial(example.kind.jax_items, example.o)
         assert (
-            not Programs()
+            not CompiledPrograms()
             .call("test of one loss", items, example.out(), arrays, store=False)[masked]
             .any()
         )

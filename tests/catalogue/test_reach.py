@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from gradcheck_suite.catalogue.definitions import Signal
 from gradcheck_suite.catalogue.rows import THRESHOLD
-from gradcheck_suite.catalogue.tables import LAYERS, build_model, fill
+from gradcheck_suite.catalogue.tables import LAYERS, build_model, fill_parameters
 from gradcheck_suite.core.case import Input, Layer, Loss, ProblemSpec
 from gradcheck_suite.reference.jax_gradients import large_batch_gradients
 
@@ -176,7 +176,7 @@ def _embedding_gradients(sparse: bool, dtype: torch.dtype = torch.float64) -> to
     module = kind.torch_module(
         Signal("tokens", (3,), vocabulary=5), {"features": 2, "sparse": sparse}
     )
-    fill(module, 0)
+    fill_parameters(module, 0)
     module.to(dtype)(torch.tensor([[1, 2, 1], [0, 4, 2]])).square().sum().backward()
     return module.weight.grad
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from gradcheck_suite.cli import exit_status
 from tests.cli.test_usage import assert_one_line
+from tests.script.alone import run_alone
 
 pytestmark = pytest.mark.usefixtures("ranks")
 FILE = """
@@ -46,13 +47,16 @@ def test_a_users_loop_and_problem_run_in_every_rank(run, project):
 
 
 @pytest.mark.full
-def test_a_violation_of_ranks_is_stored_as_a_case_to_replay_without_a_script(run, project):
+def test_a_violation_of_ranks_is_stored_as_a_case_to_replay_and_a_script(run, project):
     (project / "own.py").write_text(FILE.replace("dist.all_reduce(total)", "pass"))
     options = "--ranks 2 --examples 1 --assume busy-ranks"
     outcome = run(*f"verify own.py:train --problem loops.py:PROBLEM {options}".split())
     assert outcome.status == exit_status.VIOLATED
     assert "mean-of-means" in outcome.out
-    assert "script" not in outcome.out
+    (script,) = project.glob("reports/counterexamples/*.py")
+    # the file of the problem imports the suite for its Problem
+    shown = run_alone(script.read_text(), missing=("tests", "jax"))
+    assert shown.status == exit_status.VIOLATED
     (case,) = project.glob("reports/counterexamples/*.json")
     again = run(*f"replay {case}".split())
     assert again.status == exit_status.VIOLATED

@@ -17,7 +17,7 @@ from gradcheck_suite.cli.campaign import line, merged_result
 from gradcheck_suite.cli.progress import page_of
 from gradcheck_suite.core import text
 from gradcheck_suite.core.contract import ASSUMPTIONS
-from gradcheck_suite.core.faults import FIX, over_ranks, remedy_of
+from gradcheck_suite.core.faults import FIX, remedy_of, remedy_over_ranks
 from gradcheck_suite.core.source_lines import places_source
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.port.result import PortFinding, PortResult
@@ -278,8 +278,10 @@ def test_a_declaration_that_matches_is_not_called_unused(run, project):
 def test_advice_on_ranks_stands_only_where_there_are_ranks():
     alone = f"weighs too much{FIX}{remedy_of('mean-of-means')}"
     assert "rank" not in alone
-    assert over_ranks(alone, "mean-of-means").endswith(", added up over all ranks or devices")
-    assert over_ranks(alone, "stale-window") == alone
+    assert remedy_over_ranks(alone, "mean-of-means").endswith(
+        ", added up over all ranks or devices"
+    )
+    assert remedy_over_ranks(alone, "stale-window") == alone
 
 
 # Records: what is accepted stays, and what is damaged is told once.

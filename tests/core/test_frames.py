@@ -43,7 +43,7 @@ def test_the_owner_of_a_file_is_told_from_its_name(file, owner):
 
 
 def test_a_package_that_is_not_installed_has_no_files():
-    assert not "/home/me/train.py".startswith(frames._folder("no_such_package"))
+    assert not "/home/me/train.py".startswith(frames._package_folder("no_such_package"))
 
 
 @pytest.mark.parametrize(

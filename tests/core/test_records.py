@@ -14,7 +14,7 @@ from gradcheck_suite.core import records as files
 from gradcheck_suite.core.records import (
     KINDS,
     PACKAGE,
-    Kind,
+    RecordKind,
     append_record,
     expect_writable_folder,
     is_clean,
@@ -132,7 +132,9 @@ def grown_older(kinds, changed, monkeypatch):
     before, read = {name: kind.digest() for name, kind in kinds.items()}, Path.read_text
     assert changed.exists()
     monkeypatch.setattr(Path, "read_text", lambda self: read(self) + "X = 1\n" * (self == changed))
-    return {name for name, kind in kinds.items() if Kind.digest.__wrapped__(kind) != before[name]}
+    return {
+        name for name, kind in kinds.items() if RecordKind.digest.__wrapped__(kind) != before[name]
+    }
 
 
 @pytest.mark.parametrize(

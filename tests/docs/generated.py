@@ -109,7 +109,7 @@ def exit_statuses() -> str:
     """
     meant: dict[tuple[int, str], list[str]] = {}
     for name, command in PROGRAM.commands.items():
-        for status, meaning in exit_status.meanings(command.meanings).items():
+        for status, meaning in exit_status.status_meanings(command.meanings).items():
             meant.setdefault((status, meaning), []).append(name)
     rows = []
     for (status, meaning), commands in sorted(

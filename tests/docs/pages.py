@@ -31,7 +31,7 @@ from typing import Any
 import pytest
 
 from gradcheck_suite.__main__ import main
-from gradcheck_suite.cli import PROGRAM, Program
+from gradcheck_suite.cli import PROGRAM, CommandLine
 from studies.commands import PROGRAM as STUDIES
 
 ROOT = Path(__file__).parent.parent.parent
@@ -215,7 +215,7 @@ class Page:
         assert not runner.failures, said.getvalue()
 
 
-def _called(arguments: list[str], program: Program = PROGRAM) -> tuple[int, str]:
+def _called(arguments: list[str], program: CommandLine = PROGRAM) -> tuple[int, str]:
     """Run the command line in this process: importing the frameworks anew for each command would
     take the time.
     """

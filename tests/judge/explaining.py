@@ -14,7 +14,7 @@ from gradcheck_suite.core.results import weight_lines
 from gradcheck_suite.judge.gradient import explain_gradient
 from gradcheck_suite.judge.reruns import Evidence, LoopRunner
 from gradcheck_suite.loops.reset_modes import window_count, windows
-from gradcheck_suite.reference.large_batch import Reference, Window
+from gradcheck_suite.reference.large_batch import Reference, WindowReference
 from gradcheck_suite.run.instance import user_instance
 from gradcheck_suite.run.runner import run_loop
 from studies.zoo.bug import train_with_weights
@@ -104,7 +104,9 @@ def explained(
     # let rounding be a billionth of the largest element: to measure it takes drawing, and is not
     # tested here
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Window, "allowed", lambda window, draws=0: share(window.expected, 1e-9))
+        patch.setattr(
+            WindowReference, "allowed", lambda window, draws=0: share(window.expected, 1e-9)
+        )
         found = explain_gradient(Evidence(comparison, right, epoch, runner))
     assert runner.runs_left >= 0
     return found.name, found.explanation(), (*found.details, *weight_lines(found.weights))

@@ -13,7 +13,7 @@ import torch
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check, verify
 from gradcheck_suite.core.case import probe_case
 from gradcheck_suite.loops.reset_modes import backward_window, part_of_window, window_count, windows
-from gradcheck_suite.run.instance import leaves, map_leaves
+from gradcheck_suite.run.instance import map_leaves, tensor_leaves
 from gradcheck_suite.verification.search import slopes_case
 from studies.zoo.bug import step_with, window_gradients, window_losses
 from studies.zoo.bugs.resets import delayed_by_one
@@ -72,7 +72,7 @@ def _penalised(run, window):
 
 
 def _items(batch):
-    return len(next(leaves(batch)))
+    return len(next(tensor_leaves(batch)))
 
 
 def _over(of_window, times=1.0):
@@ -163,7 +163,7 @@ def _split(parts, weigh):
             pieces = [
                 map_leaves(lambda t, p=part: t[p], b)
                 for b in window
-                for part in parts(len(next(leaves(b))))
+                for part in parts(len(next(tensor_leaves(b))))
             ]
             pieces = [piece for piece in pieces if run.count(piece)]
             counts = [float(run.count(piece)) for piece in pieces]

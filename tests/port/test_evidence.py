@@ -16,12 +16,12 @@ from gradcheck_suite.port.budget import Budget
 from gradcheck_suite.port.changes import Hypothesis, of_result
 from gradcheck_suite.port.compare import judge_function
 from gradcheck_suite.port.jax_program import JaxProgram
-from gradcheck_suite.port.judge import Judge
+from gradcheck_suite.port.judge import PairJudge
 from gradcheck_suite.port.matching import Matching, Side, only_moves
 from gradcheck_suite.port.mistakes import FORMULAS
 from gradcheck_suite.port.number_sets import Numbers, error
 from gradcheck_suite.port.running_statistics import STATISTICS
-from gradcheck_suite.port.search import Repairs, Search, Witness, in_every_layer
+from gradcheck_suite.port.search import CauseSearch, Repairs, Witness, in_every_layer
 from gradcheck_suite.port.torch_program import Ref, TorchProgram, TorchRun
 from gradcheck_suite.port.updates import FORMS, VALUES
 from tests.port.pairs import rotary
@@ -149,7 +149,7 @@ def test_a_change_has_to_explain_another_state_too(factor, believed):
         sides.append((program, run, Side(values, [None] * 3, [out.numpy()], float(out.sum()))))
     (program, run, side), (other, _, elsewhere) = sides
     index = next(i for i, c in enumerate(program.calls) if c.name == "addmm")
-    search = Search(
+    search = CauseSearch(
         program,
         Matching(program, run, side),
         Repairs(),
@@ -192,9 +192,9 @@ def test_one_number_explains_nothing_where_the_outputs_still_differ(explains):
     out = before * 0.7123 if explains else before.cos()
     values = [X, before.numpy(), np.array([0.7123]), out.numpy()]
     matching = Matching(program, run, Side(values, [None] * 4, [out.numpy()], float(out.sum())))
-    search = Search(program, matching, Repairs(), False, 1e-9, WHOLE)
+    search = CauseSearch(program, matching, Repairs(), False, 1e-9, WHOLE)
 
-    def other_number(search: Search, place: int) -> Any:
+    def other_number(search: CauseSearch, place: int) -> Any:
         if place == index:
             yield Hypothesis("constant", "", {index: of_result(lambda o: 0 * o + 0.7123)})
 
@@ -212,9 +212,9 @@ def test_a_search_that_the_clock_stops_names_nothing(stopped):
     matching = Matching(
         program, run, Side(values, [None] * 5, [values[-1]], float(values[-1].sum()))
     )
-    search = Search(program, matching, Repairs(), False, 1e-9, WHOLE)
+    search = CauseSearch(program, matching, Repairs(), False, 1e-9, WHOLE)
 
-    def other_number(search: Search, place: int) -> Any:
+    def other_number(search: CauseSearch, place: int) -> Any:
         if place == index:
             yield Hypothesis("constant", "", {index: of_result(lambda o: 0 * o + 0.7123)})
             search.budget.until *= not stopped
@@ -235,7 +235,7 @@ def test_a_slow_machine_names_what_a_fast_one_does(monkeypatch):
 
 
 def test_a_judgement_that_the_clock_stops_says_what_was_not_judged(monkeypatch):
-    monkeypatch.setattr(Judge, "_loading", lambda judge: setattr(judge._budget, "until", 0.0))
+    monkeypatch.setattr(PairJudge, "_loading", lambda judge: setattr(judge._budget, "until", 0.0))
     result = judge_function(rotary, "pair")
     assert (result.verdict, result.judged) == ("unjudged", ())
     assert result.unjudged == "not judged from outputs on: 150 s were over"

@@ -14,7 +14,7 @@ from torch import nn
 from gradcheck_suite.port.changes import RAISED, CallArguments, NoArgumentError
 from gradcheck_suite.port.mistakes import FORMULAS, is_activation, rows_of
 from gradcheck_suite.port.search import Repairs
-from gradcheck_suite.port.torch_program import Call, TorchProgram, fill, flat
+from gradcheck_suite.port.torch_program import OperationCall, TorchProgram, flat, with_tensors
 
 torch.manual_seed(0)
 D = torch.float64
@@ -130,7 +130,7 @@ class Of(nn.Module):
 
 
 @cache
-def recorded() -> list[tuple[Call, Any, Any, Any]]:
+def recorded() -> list[tuple[OperationCall, Any, Any, Any]]:
     """Return calls with their arguments and results."""
     found = []
     for function, x in CALLS:
@@ -140,7 +140,7 @@ def recorded() -> list[tuple[Call, Any, Any, Any]]:
         run = Repairs().run(program)
         for call, results in zip(program.calls, run.seen, strict=True):
             if results:
-                args, kwargs = fill((call.args, call.kwargs), run.get)
+                args, kwargs = with_tensors((call.args, call.kwargs), run.get)
                 found.append((call, args, kwargs, results))
     return found
 

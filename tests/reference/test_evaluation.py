@@ -12,7 +12,7 @@ from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec
 from gradcheck_suite.loops.reset_modes import MODES
 from gradcheck_suite.reference import large_batch, programs, tape
 from gradcheck_suite.reference.evaluation import ProgramRequest, evaluated_by
-from gradcheck_suite.reference.programs import Programs
+from gradcheck_suite.reference.programs import CompiledPrograms
 from gradcheck_suite.verification.check import check
 from gradcheck_suite.verification.verify import verify
 
@@ -28,7 +28,7 @@ X = np.linspace(-1, 1, 6).reshape(2, 3)
 @pytest.fixture(autouse=True)
 def _nothing_is_kept(monkeypatch):
     monkeypatch.setenv("GRADCHECK_SUITE_CACHE", "")
-    monkeypatch.setattr(programs, "PROGRAMS", Programs())
+    monkeypatch.setattr(programs, "PROGRAMS", CompiledPrograms())
     monkeypatch.setattr(large_batch.REFERENCES, "_kept", type(large_batch.REFERENCES._kept)())
 
 
@@ -48,7 +48,7 @@ def _off(monkeypatch, name, by):
 
 
 def test_numpy_evaluates_and_xla_agrees():
-    kept = Programs()
+    kept = CompiledPrograms()
     found = kept.evaluate(_request(), X)
     np.testing.assert_allclose(found, np.tanh(X @ X.T), rtol=1e-14)
     assert kept.compiled == 0
@@ -62,14 +62,14 @@ def test_numpy_evaluates_and_xla_agrees():
 @pytest.mark.parametrize("name", ["tanh", "dot_general"])
 def test_a_fault_of_numpy_is_a_difference(name, by, monkeypatch):
     _off(monkeypatch, name, by)
-    kept = Programs()
+    kept = CompiledPrograms()
     kept.evaluate(_request(), X)
     (text,) = kept.finish_checks().differences
     assert text.startswith("numpy and XLA evaluate JAX's layer planted differently, result 0 by ")
 
 
 def test_a_call_with_a_cotangent_is_checked_in_place_of_one_without(monkeypatch):
-    kept = Programs()
+    kept = CompiledPrograms()
     _off(monkeypatch, "tanh", 1e-3)
     kept.evaluate(_request(), 0 * X, is_telling=False)
     assert not kept.finish_checks().differences
@@ -79,21 +79,21 @@ def test_a_call_with_a_cotangent_is_checked_in_place_of_one_without(monkeypatch)
 
 def test_what_numpy_has_no_operation_for_is_computed_by_xla(monkeypatch):
     monkeypatch.delitem(tape.RULES, "tanh")
-    kept = Programs()
+    kept = CompiledPrograms()
     np.testing.assert_allclose(kept.evaluate(_request(), X), np.tanh(X @ X.T), rtol=1e-14)
     assert kept.compiled == 1
     assert kept.finish_checks().programs == 0
 
 
 def test_a_large_program_is_computed_by_xla():
-    kept, large = Programs(), np.ones((20_000, 1))
+    kept, large = CompiledPrograms(), np.ones((20_000, 1))
     assert kept.evaluate(_request(lambda x: 2 * x, large), large).shape == large.shape
     assert kept.compiled == 1
 
 
 def test_xla_alone_computes_where_it_is_asked_to(monkeypatch):
     _off(monkeypatch, "tanh", np.nan)
-    kept = Programs()
+    kept = CompiledPrograms()
     with evaluated_by("xla"):
         assert np.isfinite(kept.evaluate(_request(), X)).all()
     assert (kept.compiled, kept.finish_checks().programs) == (1, 0)
@@ -112,7 +112,7 @@ def test_a_loop_is_not_blamed_for_a_fault_of_numpy(monkeypatch):
 
 def test_a_run_says_a_fault_of_numpy_as_a_finding(monkeypatch):
     assert verify(MODES["zero_"], examples=2, quiet=True).findings == ()
-    monkeypatch.setattr(programs, "PROGRAMS", Programs())
+    monkeypatch.setattr(programs, "PROGRAMS", CompiledPrograms())
     large_batch.REFERENCES._kept.clear()
     _off(monkeypatch, "mul", 1e-6)
     result = verify(MODES["zero_"], examples=2, quiet=True)

@@ -12,7 +12,7 @@ import pytest
 
 from gradcheck_suite.reference import programs
 from gradcheck_suite.reference.evaluation import ProgramRequest
-from gradcheck_suite.reference.programs import Programs
+from gradcheck_suite.reference.programs import CompiledPrograms
 from gradcheck_suite.run.environment import cache_directory
 
 X = np.arange(3.0)
@@ -40,7 +40,7 @@ def _files(folder):
 
 
 def test_a_program_is_compiled_once_and_loaded_by_the_next_process(store):
-    first, second = Programs(), Programs()
+    first, second = CompiledPrograms(), CompiledPrograms()
     for _ in range(2):
         np.testing.assert_array_equal(first.call("double", _double, X), [0.0, 2.0, 4.0])
     np.testing.assert_array_equal(second.call("double", _double, X), [0.0, 2.0, 4.0])
@@ -50,7 +50,7 @@ def test_a_program_is_compiled_once_and_loaded_by_the_next_process(store):
 
 
 def test_a_prepared_program_is_the_one_that_is_called(store):
-    kept, next_process = Programs(), Programs()
+    kept, next_process = CompiledPrograms(), CompiledPrograms()
     for programs_of_a_process in (kept, next_process):
         programs_of_a_process.prepare(
             ProgramRequest.of("double", _double, np.ones(n)) for n in (3, 4, 3)
@@ -64,7 +64,7 @@ def test_a_prepared_program_is_the_one_that_is_called(store):
 
 
 def test_other_shapes_are_other_programs(store):
-    kept = Programs()
+    kept = CompiledPrograms()
     kept.call("double", _double, X)
     kept.call("double", _double, np.arange(4.0))
     kept.call("double", _double, np.arange(3))
@@ -72,10 +72,10 @@ def test_other_shapes_are_other_programs(store):
 
 
 def test_a_damaged_file_is_compiled_again(store):
-    Programs().call("double", _double, X)
+    CompiledPrograms().call("double", _double, X)
     (file,) = _files(store)
     file.write_bytes(b"not a program")
-    kept = Programs()
+    kept = CompiledPrograms()
     np.testing.assert_array_equal(kept.call("double", _double, X), [0.0, 2.0, 4.0])
     assert (kept.compiled, kept.loaded) == (1, 0)
 
@@ -83,7 +83,7 @@ def test_a_damaged_file_is_compiled_again(store):
 def test_a_program_that_calls_lapack_is_compiled_by_each_process(store):
     matrix = np.array([[0.0, 2.0], [3.0, 0.0]])
     for _ in range(2):
-        kept = Programs()
+        kept = CompiledPrograms()
         values = kept.call("svd", lambda a: jnp.linalg.svd(a, compute_uv=False), matrix)
         np.testing.assert_allclose(values, [3.0, 2.0])
         assert (kept.compiled, kept.loaded) == (1, 0)
@@ -110,7 +110,7 @@ def test_a_program_from_jaxs_own_cache_is_not_stored(store, tmp_path_factory):
 
 
 def test_memory_is_bounded_and_dropped_programs_come_back(store):
-    kept = Programs(maximum=2)
+    kept = CompiledPrograms(maximum=2)
     for n in (1, 2, 3, 1):
         np.testing.assert_array_equal(kept.call("double", _double, np.ones(n)), np.full(n, 2.0))
     assert len(kept._programs) == 2
@@ -118,28 +118,28 @@ def test_memory_is_bounded_and_dropped_programs_come_back(store):
 
 
 def test_what_is_not_worth_storing_is_not_stored(store):
-    Programs().call("double", _double, X, store=False)
+    CompiledPrograms().call("double", _double, X, store=False)
     assert _files(store) == []
 
 
 def test_no_store_where_the_variable_is_empty(monkeypatch):
     monkeypatch.setenv("GRADCHECK_SUITE_CACHE", "")
     assert cache_directory() is None
-    np.testing.assert_array_equal(Programs().call("double", _double, X), [0.0, 2.0, 4.0])
+    np.testing.assert_array_equal(CompiledPrograms().call("double", _double, X), [0.0, 2.0, 4.0])
 
 
 def test_a_store_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
     monkeypatch.setenv("GRADCHECK_SUITE_CACHE", str(blocked))
-    np.testing.assert_array_equal(Programs().call("double", _double, X), [0.0, 2.0, 4.0])
+    np.testing.assert_array_equal(CompiledPrograms().call("double", _double, X), [0.0, 2.0, 4.0])
 
 
 def test_only_the_latest_environments_are_kept(store):
     for age, name in enumerate("cafebd"):
         (store / name).mkdir()
         os.utime(store / name, (10**9 - age, 10**9 - age))
-    Programs().call("double", _double, X)
+    CompiledPrograms().call("double", _double, X)
     (new,) = {path.name for path in store.iterdir()} - set("cafebd")
     assert {path.name for path in store.iterdir()} == {*"cafe", new}
 
@@ -152,5 +152,5 @@ def test_options_that_this_xla_does_not_know_are_left_out(monkeypatch):
         "COMPILER_OPTIONS",
         {"xla_no_such_option": True, "xla_embed_ir_in_executable": False},
     )
-    np.testing.assert_array_equal(Programs().call("double", _double, X), [0.0, 2.0, 4.0])
+    np.testing.assert_array_equal(CompiledPrograms().call("double", _double, X), [0.0, 2.0, 4.0])
     assert {"xla_no_such_option"} == programs._UNKNOWN

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from gradcheck_suite.reference import tape
-from gradcheck_suite.reference.evaluation import Program, ProgramRequest, Sample
-from gradcheck_suite.reference.programs import Programs
+from gradcheck_suite.reference.evaluation import NumpyProgram, ProgramRequest, Sample
+from gradcheck_suite.reference.programs import CompiledPrograms
 from gradcheck_suite.reference.together import MOST, Together
 
 X = np.linspace(-1, 1, 6)
@@ -28,7 +28,7 @@ def store(tmp_path, monkeypatch):
 def _sample(name, size=6):
     arguments = ({"x": X[:size]},)
     request = ProgramRequest.of((name, size), FUNCTIONS[name], *arguments)
-    return Sample(request, Program(request), arguments, is_telling=True)
+    return Sample(request, NumpyProgram(request), arguments, is_telling=True)
 
 
 def _expect(samples, found):
@@ -43,7 +43,7 @@ def _expect(samples, found):
 
 def _checked(*samples):
     """Check in a process of its own; return how many programs it compiled, and how many it loaded."""
-    kept = Programs()
+    kept = CompiledPrograms()
     _expect(samples, Together(kept).results(samples))
     return kept.compiled, kept.loaded
 
@@ -83,7 +83,7 @@ def test_a_fault_is_said_of_its_own_program_alone(store, monkeypatch):
     monkeypatch.setitem(
         tape.RULES, "tanh", lambda parameters: lambda x: rule(parameters)(x) * (1 + 1e-6)
     )
-    kept = Programs()
+    kept = CompiledPrograms()
     for name in FUNCTIONS:
         sample = _sample(name)
         kept.evaluate(sample.request, *sample.arguments)
@@ -94,7 +94,7 @@ def test_a_fault_is_said_of_its_own_program_alone(store, monkeypatch):
 
 
 def test_more_programs_than_fit_into_one_are_checked_too(store):
-    kept = Programs()
+    kept = CompiledPrograms()
     for size in range(1, 6):
         for name in FUNCTIONS:
             sample = _sample(name, size)

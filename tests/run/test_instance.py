@@ -13,7 +13,12 @@ from torch.utils.data import DataLoader
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec, UsageError, cases
 from gradcheck_suite.core.case import probe_case
-from gradcheck_suite.run.instance import generated_instance, leaves, map_leaves, user_instance
+from gradcheck_suite.run.instance import (
+    generated_instance,
+    map_leaves,
+    tensor_leaves,
+    user_instance,
+)
 
 SPEC = ProblemSpec(
     Input("vector", size=2),
@@ -161,7 +166,7 @@ def test_pytrees_are_walked_and_rebuilt():
         "d": 3,
     }
     doubled = map_leaves(lambda t: 2 * t, batch)
-    assert [t.tolist() for t in leaves(doubled)] == [[2, 2], [0, 0], [2, 2], [0, 0]]
+    assert [t.tolist() for t in tensor_leaves(doubled)] == [[2, 2], [0, 0], [2, 2], [0, 0]]
     assert isinstance(doubled["b"], tuple)
     assert isinstance(doubled["c"], Pair)
     assert (doubled["a"][1], doubled["d"]) == ("text", 3)

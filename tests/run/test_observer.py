@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradcheck_suite.run.observer import Observer, TooManySteps
+from gradcheck_suite.run.observer import StepObserver, TooManySteps
 from gradcheck_suite.run.optimizers import NoOpOptimizer
 
 
@@ -17,7 +17,7 @@ def _model() -> torch.nn.Module:
 
 def _observed(model, **options):
     optimizer = NoOpOptimizer([p for p in model.parameters() if p.requires_grad])
-    return optimizer, Observer(model, optimizer, **{"limit": 10, **options})
+    return optimizer, StepObserver(model, optimizer, **{"limit": 10, **options})
 
 
 def test_gradients_are_copied():
@@ -70,7 +70,7 @@ def test_a_step_with_a_closure_is_seen_once_the_closure_has_run(by_name):
 def test_values_and_settings_are_kept_for_a_trajectory():
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    observer = Observer(model, optimizer, limit=10)
+    observer = StepObserver(model, optimizer, limit=10)
     before = model.weight.item()
     model.weight.grad = torch.ones(1, 1)
     optimizer.step()

@@ -10,7 +10,7 @@ import pytest
 
 from gradcheck_suite import UsageError
 from gradcheck_suite.cli import exit_status, run
-from gradcheck_suite.reference.programs import Programs
+from gradcheck_suite.reference.programs import CompiledPrograms
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="this system has no users")
 needs_root = pytest.mark.skipif(
@@ -42,7 +42,7 @@ def cache(tmp_path, monkeypatch):
     """
     folder = tmp_path / "cache"
     monkeypatch.setenv("GRADCHECK_SUITE_CACHE", str(folder))
-    Programs().call("double", _double, X)
+    CompiledPrograms().call("double", _double, X)
     (program,) = (f for f in folder.rglob("*") if f.is_file())
     program.write_bytes(pickle.dumps(_Planted(tmp_path / "mark")))
     return folder
@@ -55,12 +55,12 @@ def _expect_refused(capsys, folder, *said):
         for part in (f"compiled programs in {folder} are not read", *said):
             assert part in line
     with pytest.raises(UsageError, match="are not read"):
-        Programs().call("double", _double, X)
+        CompiledPrograms().call("double", _double, X)
     assert not (folder.parent / "mark").exists()
 
 
 def test_a_planted_program_in_a_folder_of_ones_own_is_read(cache, tmp_path):
-    Programs().call("double", _double, X)
+    CompiledPrograms().call("double", _double, X)
     assert (tmp_path / "mark").exists()
 
 
@@ -70,14 +70,14 @@ def test_a_folder_that_others_may_write_to_is_refused(cache, capsys, mode):
     said = f"may be written to by others (mode {mode:o}): run chmod go-w {cache}"
     _expect_refused(capsys, cache, said)
     cache.chmod(0o755)
-    Programs().call("other", _double, X)
+    CompiledPrograms().call("other", _double, X)
 
 
 def test_a_folder_within_it_that_others_may_write_to_is_refused(cache):
     (within,) = (f for f in cache.iterdir() if f.is_dir() and f.name != "hypothesis")
     within.chmod(0o777)
     with pytest.raises(UsageError, match=f"chmod go-w {within}"):
-        Programs().call("double", _double, X)
+        CompiledPrograms().call("double", _double, X)
 
 
 @needs_root
@@ -92,7 +92,7 @@ def test_a_folder_of_another_user_is_refused(cache, capsys):
 def test_a_program_of_another_user_is_not_read(cache, tmp_path):
     (program,) = (f for f in cache.rglob("*") if f.is_file())
     os.chown(program, OTHER, OTHER)
-    np.testing.assert_array_equal(Programs().call("double", _double, X), 2 * X)
+    np.testing.assert_array_equal(CompiledPrograms().call("double", _double, X), 2 * X)
     assert not (tmp_path / "mark").exists()
 
 
@@ -100,7 +100,7 @@ def test_a_new_folder_is_the_users_alone_whatever_the_umask(tmp_path, monkeypatc
     monkeypatch.setenv("GRADCHECK_SUITE_CACHE", str(tmp_path / "new"))
     before = os.umask(0o000)
     try:
-        Programs().call("double", _double, X)
+        CompiledPrograms().call("double", _double, X)
     finally:
         os.umask(before)
     assert {f.stat().st_mode & 0o077 for f in tmp_path.rglob("*")} == {0}

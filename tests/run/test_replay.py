@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gradcheck_suite.run.observer import Observer
+from gradcheck_suite.run.observer import StepObserver
 from gradcheck_suite.run.optimizers import (
     FOR_ANY_LOOP,
     OPTIMIZERS,
@@ -33,7 +33,7 @@ def _trained(make, dtype, steps=4, closure=False):
     for p in model.parameters():
         p.data = torch.rand(p.shape, generator=drawn).to(dtype)
     optimizer = make(list(model.parameters()))
-    observer = Observer(model, optimizer, limit=steps)
+    observer = StepObserver(model, optimizer, limit=steps)
     for step in range(steps):
         for p in model.parameters():
             p.grad = torch.randn(p.shape, generator=drawn).to(dtype)
@@ -90,7 +90,7 @@ def test_a_step_of_l_bfgs_has_the_same_bits_again_at_each_call_of_its_closure():
 
     model = torch.nn.Linear(3, 1)
     optimizer = make(list(model.parameters()))
-    observer = Observer(model, optimizer, limit=2)
+    observer = StepObserver(model, optimizer, limit=2)
 
     def closure():
         optimizer.zero_grad()
@@ -114,7 +114,7 @@ def test_a_step_of_l_bfgs_has_the_same_bits_again_at_each_call_of_its_closure():
 def test_a_step_on_uncoalesced_sparse_gradients_has_the_same_bits_again(name):
     model = torch.nn.Embedding(4, 3, sparse=True)
     optimizer = OPTIMIZERS[name](list(model.parameters()))
-    observer = Observer(model, optimizer, limit=3)
+    observer = StepObserver(model, optimizer, limit=3)
     for _ in range(3):
         optimizer.zero_grad()
         for _ in range(2):
@@ -189,7 +189,7 @@ def test_state_that_a_loop_puts_in_is_seen_by_what_it_does():
     make = OPTIMIZERS["momentum"]
     model = torch.nn.Linear(2, 1)
     optimizer = make(list(model.parameters()))
-    observer = Observer(model, optimizer, limit=2)
+    observer = StepObserver(model, optimizer, limit=2)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
         optimizer.state[p]["momentum_buffer"] = torch.ones_like(p)
@@ -215,7 +215,7 @@ def test_a_compiled_step_is_judged_within_its_rounding(name):
     for dtype in (torch.float64, torch.float32):
         model = torch.nn.Linear(3, 2).to(dtype)
         optimizer = optimizer_of(name, model)
-        observer = Observer(model, optimizer, limit=3)
+        observer = StepObserver(model, optimizer, limit=3)
         torch._dynamo.reset()
         step = torch.compile(optimizer.step, backend="eager")
         for _ in range(3):

@@ -20,7 +20,7 @@ from gradcheck_suite.loops.reset_modes import (
     windows,
 )
 from gradcheck_suite.verification import search as module
-from gradcheck_suite.verification.search import Search, first_cases
+from gradcheck_suite.verification.search import SearchState, first_cases
 from studies.zoo import BUGS
 from tests.one_problem import LINEAR
 from tests.training import at, each_gradient, each_parameter, trains
@@ -46,7 +46,7 @@ def battery(loop, *, dtype="float64", assumes=frozenset(), time_limit_s=None, op
     out.
     """
     options = VerifyOptions(dtype=dtype, time_limit_s=time_limit_s, optimizer=optimizer).of(loop)
-    search = Search(loop, None, options, None, None, frozenset(assumes) | assumptions_of(loop))
+    search = SearchState(loop, None, options, None, None, frozenset(assumes) | assumptions_of(loop))
     violation, final = search.on_probes()
     return SimpleNamespace(violation=violation, final=final, skipped=[*search.tally.skipped])
 

@@ -110,7 +110,7 @@ def _in_jax(fault, acts):
 def _nothing_is_kept(monkeypatch):
     """Compile what a test plants, and forget it afterwards."""
     monkeypatch.setenv("GRADCHECK_SUITE_CACHE", "")
-    monkeypatch.setattr(programs, "PROGRAMS", programs.Programs())
+    monkeypatch.setattr(programs, "PROGRAMS", programs.CompiledPrograms())
     monkeypatch.setattr(large_batch.REFERENCES, "_kept", type(large_batch.REFERENCES._kept)())
     _forget()
     yield

@@ -9,7 +9,7 @@ import pytest
 from gradcheck_suite import verify
 from gradcheck_suite.core.results import result_lines
 from gradcheck_suite.strategies.cases import size_of
-from gradcheck_suite.verification.search import Search
+from gradcheck_suite.verification.search import SearchState
 from tests.verification.planted import before_step
 
 pytestmark = pytest.mark.usefixtures("only_linear")
@@ -36,7 +36,7 @@ def last_line(result):
 @pytest.fixture
 def seen(monkeypatch):
     """The sizes of the violated cases, in the order in which the search met them."""
-    sizes, check = [], Search.check
+    sizes, check = [], SearchState.check
 
     def note(self, case, *, shrinking=False):
         verdict = check(self, case, shrinking=shrinking)
@@ -47,7 +47,7 @@ def seen(monkeypatch):
         return verdict
 
     note.interrupt_at = None
-    monkeypatch.setattr(Search, "check", note)
+    monkeypatch.setattr(SearchState, "check", note)
     return sizes, note
 
 

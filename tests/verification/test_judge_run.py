@@ -32,7 +32,7 @@ from gradcheck_suite.loops.reset_modes import (
     window_count,
     windows,
 )
-from gradcheck_suite.reference.large_batch import CannotJudgeError, Window
+from gradcheck_suite.reference.large_batch import CannotJudgeError, WindowReference
 from gradcheck_suite.run.instance import generated_instance, user_instance
 from gradcheck_suite.run.runner import run_loop
 from gradcheck_suite.verification import judge_run as module
@@ -259,7 +259,7 @@ def test_where_nothing_is_judged_the_case_is_skipped_and_it_is_said_why(monkeypa
     def cannot(self, observed, *, roughly=False):
         raise CannotJudgeError(f"window {self.index} overflows")
 
-    monkeypatch.setattr(Window, "compare", cannot)
+    monkeypatch.setattr(WindowReference, "compare", cannot)
     wrong = _with_gradient(_ran(), 1, torch.tensor([30.0], dtype=torch.float64))
     verdict = _judged(wrong)
     # what is torch's own gradient needs no comparison

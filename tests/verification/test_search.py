@@ -19,7 +19,7 @@ from gradcheck_suite.strategies.drawing import RedrawError
 from gradcheck_suite.verification import search as module
 from gradcheck_suite.verification.search import (
     LADDER,
-    Search,
+    SearchState,
     StopError,
     ViolatedError,
     more_specific,
@@ -46,7 +46,7 @@ def violation(at, name="dropped-micro-batch", kind="gradient", explanation="said
     return Violation(kind, name, explanation, at, **{"epoch": 0, "window": 0, **place})
 
 
-class Scripted(Search):
+class Scripted(SearchState):
     """A search that is told what each check finds."""
 
     def __init__(self, problem=None, *, progress=None, assumes=frozenset(), **options):
@@ -210,7 +210,7 @@ def test_a_case_that_shows_nothing_when_it_is_named_is_not_the_smallest(run):
 
 @pytest.mark.parametrize(("seconds", "stops"), [(30.0, False), (30.001, True)])
 def test_shrinking_has_thirty_seconds(run, monkeypatch, seconds, stops):
-    monkeypatch.setattr(module.Stopwatch, "passed", lambda self: seconds)
+    monkeypatch.setattr(module.ProcessorStopwatch, "passed", lambda self: seconds)
     search = Scripted()
     search.script = violation
     run(search, [case(9), case(2)])  # the first case takes as long as it takes
@@ -387,7 +387,7 @@ def test_a_sound_loop_passes_the_ladder():
     """Every rung is within the contract, for each assumption that changes plans and over ranks."""
     loop = MODES["set_to_none"]
     for assumes in ((), ("whole-windows",), ("equal-batches",), ("one-epoch",)):
-        search = Search(loop, None, VerifyOptions().of(loop), None, None, frozenset(assumes))
+        search = SearchState(loop, None, VerifyOptions().of(loop), None, None, frozenset(assumes))
         search.script = None
         seen = violation(probe_case(Plan((1, 1), 2)))
         assert not search.on_ladder(seen)
@@ -404,7 +404,7 @@ def test_a_probe_that_the_assumptions_keep_from_getting_smaller_is_not_tried_aga
                     run.optimizer.zero_grad()
 
     assumes = frozenset(("equal-batches", "mean-reduction"))
-    search = Search(
+    search = SearchState(
         keeps_short_window, None, VerifyOptions().of(keeps_short_window), None, None, assumes
     )
     long = search.check(probe_case(Plan((2, 2, 2, 2, 2), 2, 2))).violation
@@ -418,7 +418,7 @@ def test_a_probe_that_the_assumptions_keep_from_getting_smaller_is_not_tried_aga
 
 
 def test_a_deadlock_is_shrunk_by_small_cases_alone(run, monkeypatch):
-    monkeypatch.setattr(module.Stopwatch, "passed", lambda self: 0.1)
+    monkeypatch.setattr(module.ProcessorStopwatch, "passed", lambda self: 0.1)
     search = Scripted()
     search.script = names(n9="raised/deadlock", n8="raised/deadlock", n2="raised/deadlock")
     run(search, [case(9), case(8)], [case(2)])

@@ -32,7 +32,7 @@ from gradcheck_suite.run.ranks import packed, unpacked
 from gradcheck_suite.run.runner import run_loop
 from gradcheck_suite.verification import ahead, search
 from gradcheck_suite.verification import judge_process as judges
-from gradcheck_suite.verification.ahead import Run, answer_to
+from gradcheck_suite.verification.ahead import LoopRun, answer_to
 from gradcheck_suite.verification.check import check, rules_of
 from gradcheck_suite.verification.judge_process import running_judge, second_process
 from gradcheck_suite.verification.second_opinion import second_opinion
@@ -125,7 +125,7 @@ def test_a_fault_of_some_drawn_cases_is_found_where_it_is(monkeypatch, second):
 def test_it_says_nothing_but_that_a_run_holds(second):
     case = Case(LINEAR, Plan((1, 3, 2), 2))
     for loop, holds in ((BUILT_IN["plain"], True), (BUGS["mean-of-means"].loop, False)):
-        run = Run(case, run_loop(loop, generated_instance(case)), rules_of(loop))
+        run = LoopRun(case, run_loop(loop, generated_instance(case)), rules_of(loop))
         answer = answer_to(run)
         assert (answer is not None) == holds == check(loop, case).holds
 
@@ -189,7 +189,7 @@ def test_a_loop_of_the_suite_runs_in_both_processes_with_the_same_result(monkeyp
 
 def test_the_same_run_is_judged_once_and_another_of_the_case_by_itself(monkeypatch):
     case = Case(LINEAR, Plan((1, 3, 2), 2))
-    judged: list[Run] = []
+    judged: list[LoopRun] = []
 
     def counted(run):
         judged.append(run)
@@ -199,7 +199,7 @@ def test_the_same_run_is_judged_once_and_another_of_the_case_by_itself(monkeypat
     answers = ahead._Answers()
 
     def holds(loop):
-        run = Run(case, run_loop(loop, generated_instance(case)), rules_of(loop))
+        run = LoopRun(case, run_loop(loop, generated_instance(case)), rules_of(loop))
         message = ahead._Message.of(1, packed(run))
         return unpacked(answers.of(message, message.asked)[judges.NUMBER :]) is not None
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from gradcheck_suite.auditing.jax.calls import Call
+from gradcheck_suite.auditing.jax.calls import CompiledCall
 from gradcheck_suite.auditing.jax.losses import UNMARKED
 from gradcheck_suite.auditing.jax.marks import (
     MappedAxis,
@@ -20,7 +20,7 @@ from gradcheck_suite.auditing.jax.marks import (
     UpdateMark,
     summarized,
 )
-from gradcheck_suite.auditing.jax.replay import Contents, Replay, replay_program
+from gradcheck_suite.auditing.jax.replay import MarkedEvaluation, ProgramContents, replay_program
 
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 """Options by which XLA compiles a program that runs a few times without most of its optimizations."""
@@ -53,7 +53,7 @@ class Beside:
 
     closed: Any
     run: Any
-    replay: Replay
+    replay: MarkedEvaluation
     marks: list[Mark]
     compiled: dict[Any, Any] = field(default_factory=dict)
     compiling: float = 0.0
@@ -61,7 +61,7 @@ class Beside:
     is_quick: bool = True
 
 
-class Programs:
+class BesidePrograms:
     """Makes them, and keeps them.
 
     Args:
@@ -70,7 +70,7 @@ class Programs:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._contents = Contents()
+        self._contents = ProgramContents()
         self._programs: dict[int, Beside] = {}
         self._eager: dict[str, Any] = {}
 
@@ -93,7 +93,7 @@ class Programs:
             )
         return self._programs[key]
 
-    def compute(self, beside: Beside, call: Call) -> Any:
+    def compute(self, beside: Beside, call: CompiledCall) -> Any:
         """Return what the program beside a call keeps, as arrays."""
         key = tuple(getattr(one, "sharding", None) for one in call.leaves)
         if beside.is_quick and beside.running > beside.compiling > 0:
@@ -106,7 +106,7 @@ class Programs:
         beside.running += time.perf_counter() - start
         return found
 
-    def _compile(self, beside: Beside, call: Call) -> Any:
+    def _compile(self, beside: Beside, call: CompiledCall) -> Any:
         start = time.perf_counter()
         lowered = beside.run.lower(*call.leaves)
         compiled = lowered.compile(QUICK if beside.is_quick else None)

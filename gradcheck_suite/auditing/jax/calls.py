@@ -26,7 +26,7 @@ from gradcheck_suite.auditing.jax.losses import UNMARKED
 
 
 @dataclass(frozen=True)
-class Call:
+class CompiledCall:
     """A call of a compiled function.
 
     Attributes:
@@ -40,17 +40,17 @@ class Call:
     name: str
 
 
-class Observer(Protocol):
+class CallObserver(Protocol):
     """Looks at calls."""
 
     def wants_calls(self) -> bool:
         """Return whether calls are looked at now."""
 
-    def on_call(self, function: object, look: Callable[[], Call]) -> None:
+    def on_call(self, function: object, look: Callable[[], CompiledCall]) -> None:
         """Look at a call before it is made; raises nothing."""
 
 
-OBSERVERS: list[Observer] = []
+OBSERVERS: list[CallObserver] = []
 """That of the audit that is open."""
 
 
@@ -125,13 +125,13 @@ class Compiled:
             observer.on_call(self, lambda: self._look(args, kwargs))
         return self._real(*args, **kwargs)
 
-    def _look(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
+    def _look(self, args: Sequence[Any], kwargs: dict[str, Any]) -> CompiledCall:
         with printed_once():
             closed = self._real.trace(*args, **kwargs).jaxpr
         leaves = jax.tree.leaves(self._static.dynamic(args, kwargs))
         if len(leaves) != len(closed.jaxpr.invars):
             raise ValueError(f"{len(leaves)} arguments for {len(closed.jaxpr.invars)} inputs")
-        return Call(closed, leaves, getattr(self, "__name__", "a compiled function"))
+        return CompiledCall(closed, leaves, getattr(self, "__name__", "a compiled function"))
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         # a compiled method is bound, as any function in a class is
@@ -158,14 +158,14 @@ class Compiled:
 class Mapped(Compiled):
     """What `jax.pmap` returns, looked at before it is called."""
 
-    def _look(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
+    def _look(self, args: Sequence[Any], kwargs: dict[str, Any]) -> CompiledCall:
         name = getattr(self, "__name__", "a mapped function")
         prepared = _inferred(self._real)
         if prepared is not None:
             # the compiled function that the call itself uses, so that nothing is traced twice
             _, jitted, leaves, *_ = prepared(*args, **kwargs)
             with printed_once():
-                return Call(jitted.trace(*leaves).jaxpr, list(leaves), name)
+                return CompiledCall(jitted.trace(*leaves).jaxpr, list(leaves), name)
         own, named = self._static.dynamic(args, kwargs)
         fixed = self._static.positions(len(args))
 
@@ -176,7 +176,7 @@ class Mapped(Compiled):
 
         with contextlib.redirect_stdout(io.StringIO()):  # the call traces and prints it again
             closed = jax.make_jaxpr(call)(*own, **named)
-        return Call(closed, jax.tree.leaves((own, named)), name)
+        return CompiledCall(closed, jax.tree.leaves((own, named)), name)
 
 
 def _inferred(mapped: Any) -> Callable[..., Any] | None:
@@ -213,9 +213,9 @@ class Loop:
             observer.on_call(self, lambda: self._look(args, params))
         return self._real(*args, **params)
 
-    def _look(self, args: Sequence[Any], params: dict[str, Any]) -> Call:
+    def _look(self, args: Sequence[Any], params: dict[str, Any]) -> CompiledCall:
         closed = jax.make_jaxpr(lambda *some: bind(self._primitive, params, some))(*args)
-        return Call(closed, list(args), f"a {self._primitive.name}")
+        return CompiledCall(closed, list(args), f"a {self._primitive.name}")
 
 
 LOOPS = (jax.lax.scan_p, jax.lax.while_p, jax.lax.cond_p)

@@ -12,7 +12,7 @@ from gradcheck_suite.auditing.jax.verdicts import FEWEST_STEPS
 from gradcheck_suite.auditing.jax.windows import (
     Optimizer,
     Step,
-    Window,
+    StepGradients,
 )
 from gradcheck_suite.auditing.rules import StepFault
 from gradcheck_suite.core.findings import finding
@@ -109,7 +109,7 @@ def _judge_tail(judge: JaxJudge, optimizer: Optimizer) -> None:
         )
         violation = judge.verdicts.violation(
             fault,
-            Window(
+            StepGradients(
                 step,
                 left,
                 [1.0] * len(left),
@@ -157,7 +157,7 @@ def _judge_points(judge: JaxJudge) -> None:
         )
         violation = judge.verdicts.violation(
             fault,
-            Window(
+            StepGradients(
                 step,
                 [first],
                 [1.0],

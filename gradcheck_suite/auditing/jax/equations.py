@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
-from gradcheck_suite.auditing.places import is_users, shown
+from gradcheck_suite.auditing.places import is_users, shown_path
 
 CALLS = frozenset(
     {
@@ -229,7 +229,7 @@ def programs_in(equation: Any) -> Iterator[Any]:
 
 
 @dataclass(frozen=True)
-class ScanParts:
+class ScanOperands:
     """How the operands of a scan are cut up.
 
     Attributes:
@@ -241,12 +241,12 @@ class ScanParts:
     carried: int
 
     @staticmethod
-    def of(params: Mapping[str, Any]) -> ScanParts:
+    def of(params: Mapping[str, Any]) -> ScanOperands:
         """Return those of a scan; JAX 0.11 tells by a tree of all operands."""
         if "ft_in" not in params:
-            return ScanParts(params["num_consts"], params["num_carry"])
+            return ScanOperands(params["num_consts"], params["num_carry"])
         fixed, carried, _ = params["ft_in"].unpack()
-        return ScanParts(len(fixed), len(carried))
+        return ScanOperands(len(fixed), len(carried))
 
     def cut(self, values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
         """Return the operands of each kind; the last are those that are iterated over."""
@@ -254,13 +254,13 @@ class ScanParts:
         return values[: self.fixed], values[self.fixed : end], values[end:]
 
 
-def line_of(equation: Any) -> str:
+def users_line_of(equation: Any) -> str:
     """Return `file:line` of the innermost frame of the user's at which an equation was traced."""
     trace = equation.source_info.traceback
     frames = () if trace is None else trace.frames
     line = ((f.file_name, f.line_num) for f in frames if is_users(f.file_name))
     found = next(line, None)
-    return "" if found is None else f"{shown(found[0])}:{found[1]}"
+    return "" if found is None else f"{shown_path(found[0])}:{found[1]}"
 
 
 def is_float(value: Any) -> bool:
@@ -270,7 +270,7 @@ def is_float(value: Any) -> bool:
 
 def _adds_up(equation: Any) -> bool:
     """Return whether a scan may add up a loss: a number of real numbers is carried."""
-    carried = equation.outvars[: ScanParts.of(equation.params).carried]
+    carried = equation.outvars[: ScanOperands.of(equation.params).carried]
     numbers = [one.aval for one in carried if one.aval.shape in ((), (1,))]
     return equation.params["length"] <= MOST_UNROLLED and any(map(is_float, numbers))
 
@@ -298,7 +298,7 @@ class _Flattener:
             return number
 
         for equation in jaxpr.eqns:
-            here = line_of(equation) or line
+            here = users_line_of(equation) or line
             results = self._equation(equation, [read(one) for one in equation.invars], here)
             values.update(zip(equation.outvars, results, strict=True))
         return [read(one) for one in jaxpr.outvars]
@@ -338,7 +338,7 @@ class _Flattener:
 
     def _unrolled(self, equation: Any, ins: list[Any], line: str) -> list[Any]:
         params = equation.params
-        parts = ScanParts.of(params)
+        parts = ScanOperands.of(params)
         fixed, carry, iterated = parts.cut(ins)
         jaxpr, constants = opened(params["jaxpr"])
         row_avals = [one.aval for one in parts.cut(jaxpr.invars)[2]]

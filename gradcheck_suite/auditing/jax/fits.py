@@ -22,7 +22,7 @@ key's bias in attention, is another one in another program."""
 
 
 @dataclass(frozen=True)
-class Fit:
+class LinearCombination:
     """A gradient as a sum of others.
 
     Attributes:
@@ -61,7 +61,7 @@ def fit(
     *,
     relative: float,
     noise: Vector | None = None,
-) -> Fit:
+) -> LinearCombination:
     """Fit a sum of gradients to another one.
 
     Args:
@@ -84,7 +84,7 @@ def fit(
     number = matrix.shape[1]
     if not keep.any() or not matrix[keep].any():
         nothing = np.zeros(number)
-        return Fit(
+        return LinearCombination(
             nothing,
             nothing,
             not target.any(),
@@ -110,7 +110,7 @@ def fit(
     errors = rounding / 8 * np.sqrt(len(b)) / smallest / size
     tells = len(b) >= number or np.allclose(left, 0, atol=rounding)
     off = float(left.max())
-    return Fit(
+    return LinearCombination(
         found,
         np.maximum(errors, 1e-6 * np.abs(found).max()),
         is_exact=bool(off <= max(rounding, relative) and tells),

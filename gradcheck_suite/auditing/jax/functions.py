@@ -29,7 +29,7 @@ from gradcheck_suite.auditing.jax.losses import (
     terms_of,
     varying,
 )
-from gradcheck_suite.auditing.jax.marks import Mark, PassMark, UpdateMark, coarsest, put_mark
+from gradcheck_suite.auditing.jax.marks import Mark, PassMark, UpdateMark, coarsest_of, put_mark
 from gradcheck_suite.auditing.places import Place, current_place
 
 
@@ -201,7 +201,7 @@ def _leaf_name(path: Sequence[Any]) -> str:
     return ".".join(names)
 
 
-def _traced(
+def _traced_loss(
     now: Marking,
     function: Callable[..., Any],
     args: Sequence[Any],
@@ -251,7 +251,7 @@ def _mark_pass(now: Marking, loss: Any, gradient: Any, traced: TracedLoss, cotan
         place=place_here(),
         shapes=tuple(one.shape for one in given),
         names=tuple(traced.names[i] for i in floats),
-        dtype=coarsest(given),
+        dtype=coarsest_of(given),
         program=program,
         terms=terms_of(program, trained, data),
         trained=trained,
@@ -293,7 +293,7 @@ def value_and_grad(
         if now is None:
             return real(*args, **kwargs)
         numbers = _indices(argnums, len(args))
-        traced = None if numbers is None else _traced(now, fun, args, kwargs, numbers)
+        traced = None if numbers is None else _traced_loss(now, fun, args, kwargs, numbers)
         if traced is None:
             return real(*args, **kwargs)
         of_traced = UNMARKED.value_and_grad(
@@ -352,7 +352,7 @@ def vjp(fun: Callable[..., Any], *primals: Any, has_aux: bool = False, **options
     now = _current()
     traced = None
     if now is not None:
-        traced = _traced(
+        traced = _traced_loss(
             now,
             fun,
             primals,
@@ -491,7 +491,7 @@ def _mark_update(now: Marking, mark: UpdateMark, given: Any, result: Any, params
             return result
         mark.shapes = tuple(one.shape for _, one in gradient)
         mark.names = tuple(_leaf_name(path) for path, _ in gradient)
-        mark.dtype = coarsest([one for _, one in gradient])
+        mark.dtype = coarsest_of([one for _, one in gradient])
         now.has_updates = True
         mark.results = len(through)
         mark.parameters = len(known)

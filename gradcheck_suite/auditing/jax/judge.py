@@ -10,15 +10,15 @@ import numpy as np
 from gradcheck_suite.auditing.jax.losses import DIFFERENCE, ENTERED, IDENTITY, OWN
 from gradcheck_suite.auditing.jax.marks import PassMark, UpdateMark
 from gradcheck_suite.auditing.jax.passes import OpenPasses, Shapes
-from gradcheck_suite.auditing.jax.replay import Cut, Event, MarkEvent
+from gradcheck_suite.auditing.jax.replay import Event, MarkEvent, UnreadMarks
 from gradcheck_suite.auditing.jax.verdicts import Shown, Verdicts
 from gradcheck_suite.auditing.jax.windows import (
     Column,
     Optimizer,
     Stale,
     Step,
+    StepGradients,
     Unfitted,
-    Window,
     explain,
     implicit_step,
     is_of_earlier_step,
@@ -100,7 +100,7 @@ class JaxJudge:
     def take(self, events: Iterable[Event]) -> None:
         """Take what happened."""
         for event in events:
-            if isinstance(event, Cut):
+            if isinstance(event, UnreadMarks):
                 self.settle_unsure()
                 self.generation += 1
                 self.passes.columns.clear()
@@ -307,9 +307,9 @@ class JaxJudge:
         )
         all_columns = [*optimizer.held.columns, *columns]
         found = explain(Optimizer(-1), of_sum, all_columns)
-        alike = isinstance(found, Window) and _are_alike(found)
+        alike = isinstance(found, StepGradients) and _are_alike(found)
         self.verdicts.held[optimizer.index].append(
-            found if alike and isinstance(found, Window) else None
+            found if alike and isinstance(found, StepGradients) else None
         )
         optimizer.held.columns = []
 
@@ -333,7 +333,7 @@ class JaxJudge:
         mark = given.mark
         assert isinstance(mark, UpdateMark)
         if alike and (given.are_devices or optimizer.is_apart):
-            window = Window(
+            window = StepGradients(
                 self._step_of(mark, gradient[0]), list(columns), [1.0] * len(columns), 0.0
             )
             fault = StepFault(
@@ -398,7 +398,7 @@ class JaxJudge:
             optimizer.before = columns
             return
         if isinstance(found, Stale):
-            window = Window(
+            window = StepGradients(
                 step,
                 columns,
                 [1.0] * len(columns),
@@ -434,7 +434,9 @@ class JaxJudge:
             self.verdicts.alike.append(shown)
         self.verdicts.shown.append(shown)
 
-    def _settle(self, optimizer: Optimizer, window: Window, columns: Sequence[Column]) -> None:
+    def _settle(
+        self, optimizer: Optimizer, window: StepGradients, columns: Sequence[Column]
+    ) -> None:
         """Note what a step has used."""
         self.judged.add(window.step.number)
         used = window.used or list(columns)
@@ -444,7 +446,7 @@ class JaxJudge:
             optimizer.lengths[window.length] += 1
         self.passes.settle(optimizer.index, window, used)
 
-    def _fault_of(self, window: Window, optimizer: Optimizer) -> StepFault | None:
+    def _fault_of(self, window: StepGradients, optimizer: Optimizer) -> StepFault | None:
         """Return what is wrong with the sum of a window, or None."""
         if not self.judges_sums:
             return None
@@ -508,7 +510,7 @@ class JaxJudge:
                 None,
                 "float32",
             )
-            window = Window(
+            window = StepGradients(
                 step,
                 [column],
                 [1.0],
@@ -518,6 +520,6 @@ class JaxJudge:
             self.verdicts.found.append(replace(violation, where=line, stepped=None))
 
 
-def _are_alike(window: Window) -> bool:
+def _are_alike(window: StepGradients) -> bool:
     found = np.array(window.coefficients)
     return bool(found.all() and np.ptp(found) <= 1e-3 * np.abs(found).max())

@@ -20,7 +20,7 @@ from gradcheck_suite.auditing.jax.equations import (
     CUSTOM_VJP,
     Equation,
     Program,
-    ScanParts,
+    ScanOperands,
     Var,
     bind,
     flatten,
@@ -401,7 +401,7 @@ def _is_key(aval: Any) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Turn:
+class LastIteration:
     """The last iteration of a scan, as a program of its own.
 
     Attributes:
@@ -419,7 +419,7 @@ class Turn:
             values: the operands of the scan.
         """
         params = self.equation.params
-        parts = ScanParts.of(params)
+        parts = ScanOperands.of(params)
         fixed, carry, iterated = parts.cut(values)
         before = slice(1, None) if params["reverse"] else slice(None, -1)
         last = 0 if params["reverse"] else -1
@@ -444,7 +444,7 @@ class Turn:
 
 
 @dataclass(frozen=True, eq=False)
-class Branch:
+class CondBranch:
     """A branch of a `cond`, as a program of its own.
 
     Attributes:
@@ -488,7 +488,7 @@ class CustomRule:
     name: str
     line: str
     trained: tuple[int, ...]
-    inside: tuple[Turn | Branch, ...] = ()
+    inside: tuple[LastIteration | CondBranch, ...] = ()
 
 
 MOST_ALIKE = 2
@@ -506,7 +506,7 @@ def custom_rules(program: Program, trained: Sequence[Var]) -> list[CustomRule]:
 
 
 def _all_rules(
-    program: Program, trained: set[Var], inside: tuple[Turn | Branch, ...]
+    program: Program, trained: set[Var], inside: tuple[LastIteration | CondBranch, ...]
 ) -> list[CustomRule]:
     reached = program.dependents(trained)
     found = list[CustomRule]()
@@ -526,23 +526,23 @@ def _all_rules(
                 )
             )
         elif equation.name == "scan" and equation.params["length"]:
-            turn = Turn(equation, flatten(equation.params["jaxpr"]))
+            turn = LastIteration(equation, flatten(equation.params["jaxpr"]))
             found += _all_rules(turn.body, _reached_inside(turn, reached), (*inside, turn))
         elif equation.name == "cond":
             for number, one in enumerate(equation.params["branches"]):
-                branch = Branch(equation, number, flatten(one))
+                branch = CondBranch(equation, number, flatten(one))
                 pairs = zip(equation.ins[1:], branch.body.inputs, strict=True)
                 of_branch = {inner for outer, inner in pairs if outer in reached}
                 found += _all_rules(branch.body, of_branch, (*inside, branch))
     return found
 
 
-def _reached_inside(turn: Turn, reached: set[Var]) -> set[Var]:
+def _reached_inside(turn: LastIteration, reached: set[Var]) -> set[Var]:
     """Return the inputs of an iteration that a gradient goes back to.
 
     What is carried may be reached through an earlier iteration alone.
     """
-    parts = ScanParts.of(turn.equation.params)
+    parts = ScanOperands.of(turn.equation.params)
     pairs = zip(turn.equation.ins, turn.body.inputs, strict=True)
     found = {inner for outer, inner in pairs if outer in reached}
     carried = parts.cut(turn.body.inputs)[1]
@@ -579,7 +579,7 @@ def check_rule(program: Program, rule: CustomRule, known: dict[Var, Any]) -> Any
     is_called: Any = True
     for part in rule.inside:
         operands = program.extend(part.equation.ins, known)
-        if isinstance(part, Branch):
+        if isinstance(part, CondBranch):
             is_called &= part.is_taken(operands)
         known = part.given(operands)
         program = part.body
@@ -608,12 +608,12 @@ def check_rule(program: Program, rule: CustomRule, known: dict[Var, Any]) -> Any
             lambda *xs, f=function: [y for y in f(*xs) if is_float(y)], *inputs
         )
         cotangents = [_cotangent(i, one) for i, one in enumerate(results)]
-        gradients.append(_flat(back(cotangents)))
+        gradients.append(_flattened(back(cotangents)))
     own, entered = gradients
     distance = jnp.float32(jnp.nan)
     if results and inputs[0].shape == results[0].shape:
-        distance = _norm(_flat(inputs[:1]) - _flat(results[:1]))
-    found = jnp.stack([_norm(own), _norm(entered), _norm(own - entered), distance])
+        distance = _norm_of(_flattened(inputs[:1]) - _flattened(results[:1]))
+    found = jnp.stack([_norm_of(own), _norm_of(entered), _norm_of(own - entered), distance])
     return jnp.where(is_called, found, jnp.nan)
 
 
@@ -623,9 +623,9 @@ def _cotangent(index: int, result: Any) -> Any:
     return jax.lax.pcast(cotangent, axes, to="varying") if axes else cotangent
 
 
-def _flat(arrays: Sequence[Any]) -> Any:
+def _flattened(arrays: Sequence[Any]) -> Any:
     return jnp.concatenate([one.astype(jnp.float32).reshape(-1) for one in arrays])
 
 
-def _norm(flat: Any) -> Any:
+def _norm_of(flat: Any) -> Any:
     return jnp.sqrt(jnp.sum(flat * flat))

@@ -13,7 +13,7 @@ import numpy as np
 from gradcheck_suite.auditing import weights as reading_weights
 from gradcheck_suite.auditing.events import BY_HAND, PassRecord, StepRecord
 from gradcheck_suite.auditing.jax.losses import LARGEST, LEAST, NUMBER, ROWS, TOTAL, LossTerm
-from gradcheck_suite.auditing.jax.windows import Column, Member, Window
+from gradcheck_suite.auditing.jax.windows import Column, Member, StepGradients
 from gradcheck_suite.auditing.loss_terms import Term
 from gradcheck_suite.auditing.replay import BackwardPass, StepWindow
 from gradcheck_suite.auditing.weighing import WindowReadings
@@ -43,7 +43,7 @@ def term_of(term: LossTerm, levels: Sequence[Sequence[float]], unread: str) -> T
     if not even:
         return Term(expression, opaque="its items have other weights each", line=line)
     first = even[0]
-    weight = _weight(even[0])
+    weight = _signed_weight(even[0])
     alike = [one for one in even if one[NUMBER] and _is_alike(one, weight)]
     others = [one for one in even if one[NUMBER] and not _is_alike(one, weight)]
     # sums of rows may be summed: the innermost items are counted, or the outermost, or the fewest
@@ -56,7 +56,7 @@ def term_of(term: LossTerm, levels: Sequence[Sequence[float]], unread: str) -> T
         expression,
         weight,
         counts,
-        deeper=tuple((_weight(one), float(one[NUMBER])) for one in others),
+        deeper=tuple((_signed_weight(one), float(one[NUMBER])) for one in others),
         tolerance=TOLERANCE,
         of_parameters=term.of_parameters,
         line=line,
@@ -67,7 +67,7 @@ def _is_even(row: np.ndarray[tuple[int], np.dtype[np.float64]]) -> bool:
     return bool(row[LARGEST] - row[LEAST] <= EVEN * row[LARGEST])
 
 
-def _weight(row: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
+def _signed_weight(row: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
     return float(np.sign(row[TOTAL]) * row[LARGEST]) if row[NUMBER] else 0.0
 
 
@@ -91,7 +91,7 @@ def _record_of(column: Column, member: Member) -> PassRecord:
     )
 
 
-def step_window(window: Window, optimizer: int, columns: Collection[Column]) -> StepWindow:
+def step_window(window: StepGradients, optimizer: int, columns: Collection[Column]) -> StepWindow:
     """Return the window of a step in the records of the judge.
 
     Args:
@@ -136,11 +136,11 @@ def step_window(window: Window, optimizer: int, columns: Collection[Column]) -> 
     )
 
 
-def pending_of(window: Window, optimizer: int) -> WindowReadings:
+def pending_of(window: StepGradients, optimizer: int) -> WindowReadings:
     """Return a window whose weights are to be judged."""
     found = step_window(window, optimizer, window.used)
     used = dict(found.coefficients[KEY])
-    reading = reading_weights.read(found.passes, used, {}, window.tolerance)
+    reading = reading_weights.read_terms(found.passes, used, {}, window.tolerance)
     return WindowReadings(
         found,
         used,
@@ -150,7 +150,7 @@ def pending_of(window: Window, optimizer: int) -> WindowReadings:
     )
 
 
-def devices_of(window: Window) -> int:
+def devices_of(window: StepGradients) -> int:
     """Return the number of devices of a window."""
     devices = set[int]()
     for column in window.columns:

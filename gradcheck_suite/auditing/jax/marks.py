@@ -99,9 +99,9 @@ class PassMark:
                 )
                 mixing.append({"by": by, "input": sketch([given[one]])["sample"]})
         return {
-            "gradient": _parts_of(sketch(gradient), "sample", "norms"),
+            "gradient": _chosen_entries(sketch(gradient), "sample", "norms"),
             "loss": loss.astype(jnp.float32).reshape(()),
-            "parameters": _parts_of(sketch([given[one] for one in self.trained]), "sample"),
+            "parameters": _chosen_entries(sketch([given[one] for one in self.trained]), "sample"),
             "terms": terms,
             "mixing": mixing,
             "rules": [
@@ -165,12 +165,14 @@ class UpdateMark:
         first = self.results + len(self.shapes)
         update = sketch(values[: self.results])
         found = {
-            "gradient": _parts_of(sketch(values[self.results : first]), "sample", "norms"),
-            "update": _parts_of(update, "sample"),
+            "gradient": _chosen_entries(sketch(values[self.results : first]), "sample", "norms"),
+            "update": _chosen_entries(update, "sample"),
             "moved": update["moved"],
         }
         return found | (
-            {"parameters": _parts_of(sketch(values[first:]), "sample")} if self.parameters else {}
+            {"parameters": _chosen_entries(sketch(values[first:]), "sample")}
+            if self.parameters
+            else {}
         )
 
 
@@ -249,7 +251,7 @@ COARSE_FIRST = ("bfloat16", "float16", "float32", "float64")
 """Dtypes of gradients, the coarsest first."""
 
 
-def coarsest(leaves: Sequence[Any]) -> str:
+def coarsest_of(leaves: Sequence[Any]) -> str:
     """Return the coarsest dtype of some arrays."""
     found = {str(one.dtype) for one in leaves}
     return next((name for name in COARSE_FIRST if name in found), "bfloat16")
@@ -294,7 +296,7 @@ def sketch(leaves: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def _parts_of(found: dict[str, Any], *names: str) -> dict[str, Any]:
+def _chosen_entries(found: dict[str, Any], *names: str) -> dict[str, Any]:
     """Return some parts of a sketch; what nobody reads is not compiled."""
     return {name: found[name] for name in names}
 

@@ -10,8 +10,8 @@ from gradcheck_suite.auditing.jax.windows import (
     MOST_AGE,
     MOST_OPEN,
     Column,
-    Window,
-    columns_of,
+    StepGradients,
+    gradient_columns,
     is_same_point,
     mixes,
     select,
@@ -59,7 +59,7 @@ class OpenPasses:
     def read(self, event: MarkEvent) -> list[Column]:
         """Return the columns of a gradient that has just been computed."""
         self.number += 1
-        return columns_of(event, self.number)
+        return gradient_columns(event, self.number)
 
     def add(self, found: Sequence[Column]) -> None:
         """Keep the columns of a gradient."""
@@ -91,7 +91,7 @@ class OpenPasses:
             if column.number in numbers:
                 column.consumers.add(optimizer)
 
-    def settle(self, optimizer: int, window: Window, used: Iterable[Column]) -> None:
+    def settle(self, optimizer: int, window: StepGradients, used: Iterable[Column]) -> None:
         """Note which gradients a step has used, and keep those that may be of another one."""
         numbers = {column.number for column in (*used, *window.lost)}
         kept = []

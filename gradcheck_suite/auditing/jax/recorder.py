@@ -18,19 +18,19 @@ from typing import Any
 import jax
 
 from gradcheck_suite.auditing.jax import calls, functions, marks
-from gradcheck_suite.auditing.jax.beside import Programs, TooLargeError
-from gradcheck_suite.auditing.jax.calls import Call
+from gradcheck_suite.auditing.jax.beside import BesidePrograms, TooLargeError
+from gradcheck_suite.auditing.jax.calls import CompiledCall
 from gradcheck_suite.auditing.jax.functions import Marking, observed, seen_by_optimizer
 from gradcheck_suite.auditing.jax.marks import MappedAxis, Mark, PassMark, UpdateMark
 from gradcheck_suite.auditing.jax.replay import (
     CannotReplayError,
-    Cut,
     Event,
+    UnreadMarks,
     events_of,
     kept_mark,
 )
 from gradcheck_suite.auditing.schedule import Schedule
-from gradcheck_suite.core.findings import Found, finding
+from gradcheck_suite.core.findings import Occurrence, finding
 
 
 @dataclass
@@ -98,13 +98,13 @@ class JaxRecorder:
         steps: int | None,
     ) -> None:
         self.off: str | None = None
-        self.notes: Counter[Found] = Counter()
+        self.notes: Counter[Occurrence] = Counter()
         self.counts = Counts()
         self._receive = receive
         self._schedule = schedule
         self._most = steps
         self.is_open = self._is_busy = self._is_paused = False
-        self._programs = Programs(say)
+        self._programs = BesidePrograms(say)
         self._rates: weakref.WeakKeyDictionary[object, Rate] = weakref.WeakKeyDictionary()
         self._seen: set[int] = set()
         self._stack = contextlib.ExitStack()
@@ -115,7 +115,7 @@ class JaxRecorder:
     def open(self) -> None:
         """Begin to watch."""
         self.is_open = True
-        self._stack.enter_context(_replaced(self.marking))
+        self._stack.enter_context(_jax_replaced(self.marking))
         self._stack.enter_context(functions.marking(self.marking))
         calls.OBSERVERS.append(self)
         self._stack.callback(calls.OBSERVERS.remove, self)
@@ -145,7 +145,7 @@ class JaxRecorder:
 
     # What happens.
 
-    def on_call(self, function: object, look: Callable[[], Call]) -> None:
+    def on_call(self, function: object, look: Callable[[], CompiledCall]) -> None:
         """Look at a call of a compiled function."""
         if self._is_paused:
             rate = self._rates.get(function)
@@ -169,7 +169,7 @@ class JaxRecorder:
         rate.calls += 1
         rate.steps += self.counts.steps - before
 
-    def _traced(self, look: Callable[[], Call]) -> Call | None:
+    def _traced(self, look: Callable[[], CompiledCall]) -> CompiledCall | None:
         """Return a call with its program; None where that fails, which its own call will show."""
         start = time.perf_counter()
         try:
@@ -213,20 +213,20 @@ class JaxRecorder:
                 yield
         except (CannotReplayError, TooLargeError) as reason:
             self.notes[finding("unobserved-program", f"{what} was not judged: {reason}")] += 1
-            self._receive([Cut()])
+            self._receive([UnreadMarks()])
         except Exception as error:
             # the program's own errors come again in its own call; what is lost is said
             said = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             said = f"{what} could not be looked into ({said})"
             self.notes[finding("unobserved-program", said)] += 1
-            self._receive([Cut()])
+            self._receive([UnreadMarks()])
         finally:
             self._is_busy = False
             self.counts.seconds += time.perf_counter() - start
 
     def _take(self, events: Sequence[Event]) -> None:
         for event in events:
-            if isinstance(event, Cut):
+            if isinstance(event, UnreadMarks):
                 self.counts.cut += event.steps
                 self.counts.steps += event.steps
                 self._receive([event])
@@ -259,7 +259,7 @@ class JaxRecorder:
         for _ in range(steps):
             if self._schedule.resumes(0, self.counts.passes, self.counts.seconds):
                 self._is_paused = False
-                self._receive([Cut()])
+                self._receive([UnreadMarks()])
 
     # The end.
 
@@ -275,7 +275,7 @@ class JaxRecorder:
 
 
 @contextlib.contextmanager
-def _replaced(now: Marking) -> Iterator[None]:
+def _jax_replaced(now: Marking) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         replace(
             stack,

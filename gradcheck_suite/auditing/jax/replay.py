@@ -17,7 +17,7 @@ from jax.extend import core as jex
 from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec
 
-from gradcheck_suite.auditing.jax.equations import ScanParts, bind, called, opened, programs_in
+from gradcheck_suite.auditing.jax.equations import ScanOperands, bind, called, opened, programs_in
 from gradcheck_suite.auditing.jax.losses import UNMARKED, varying
 from gradcheck_suite.auditing.jax.marks import (
     MappedAxis,
@@ -48,7 +48,7 @@ class CannotReplayError(Exception):
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class KeptMarks:
     """A part of a program, with the marks in it.
 
     Attributes:
@@ -68,7 +68,7 @@ class Kept:
 
 
 jax.tree_util.register_dataclass(
-    Kept, data_fields=["data", "parts"], meta_fields=["kind", "about", "size"]
+    KeptMarks, data_fields=["data", "parts"], meta_fields=["kind", "about", "size"]
 )
 
 
@@ -113,7 +113,7 @@ class AboutShards:
 
 
 @dataclass
-class Contents:
+class ProgramContents:
     """Finds the marks and the callbacks of programs, each of which is looked through once."""
 
     _marks: dict[int, list[Mark]] = field(default_factory=dict)
@@ -164,7 +164,7 @@ class Contents:
         return any(map(self.has_callbacks, programs_in(equation)))
 
 
-def kept_mark(mark: Mark, axes: Sequence[MappedAxis], summary: Any) -> Kept:
+def kept_mark(mark: Mark, axes: Sequence[MappedAxis], summary: Any) -> KeptMarks:
     """Return what is kept of a mark, whose named axes stand for devices.
 
     Args:
@@ -173,7 +173,7 @@ def kept_mark(mark: Mark, axes: Sequence[MappedAxis], summary: Any) -> Kept:
         summary: of the mark.
     """
     about = AboutMark(mark, any(axis.name is None for axis in axes))
-    node = Kept(
+    node = KeptMarks(
         MARK,
         about,
         summary,
@@ -181,7 +181,7 @@ def kept_mark(mark: Mark, axes: Sequence[MappedAxis], summary: Any) -> Kept:
     )
     for axis in axes:
         if axis.name is not None:
-            node = Kept(
+            node = KeptMarks(
                 SHARDS,
                 AboutShards(are_devices=False),
                 None,
@@ -192,7 +192,7 @@ def kept_mark(mark: Mark, axes: Sequence[MappedAxis], summary: Any) -> Kept:
 
 
 @dataclass
-class Replay:
+class MarkedEvaluation:
     """Evaluates a program and keeps its marks.
 
     Attributes:
@@ -200,12 +200,12 @@ class Replay:
         notes: what was not looked at, and why.
     """
 
-    contents: Contents
+    contents: ProgramContents
     notes: dict[str, None] = field(default_factory=dict)
 
     def run(
         self, jaxpr: Any, constants: Sequence[Any], args: Sequence[Any]
-    ) -> tuple[list[Any], list[Kept]]:
+    ) -> tuple[list[Any], list[KeptMarks]]:
         """Return the results of a program, and what is kept of its marks.
 
         Raises:
@@ -217,14 +217,14 @@ class Replay:
         def read(var: Any) -> Any:
             return var.val if isinstance(var, jex.Literal) else values[var]
 
-        kept = list[Kept]()
+        kept = list[KeptMarks]()
         for equation in jaxpr.eqns:
             results, found = self._equation(equation, [read(one) for one in equation.invars])
             kept += found
             values.update(zip(equation.outvars, results, strict=True))
         return [read(one) for one in jaxpr.outvars], kept
 
-    def _equation(self, equation: Any, values: list[Any]) -> tuple[list[Any], list[Kept]]:
+    def _equation(self, equation: Any, values: list[Any]) -> tuple[list[Any], list[KeptMarks]]:
         name = equation.primitive.name
         params = equation.params
         if equation.primitive is mark_p:
@@ -259,8 +259,8 @@ class Replay:
 
     def _scan(
         self, params: Any, values: list[Any], marks: Sequence[Mark]
-    ) -> tuple[list[Any], list[Kept]]:
-        parts = ScanParts.of(params)
+    ) -> tuple[list[Any], list[KeptMarks]]:
+        parts = ScanOperands.of(params)
         length = params["length"]
         reverse = params["reverse"]
         fixed, carry, iterated = parts.cut(values)
@@ -283,7 +283,7 @@ class Replay:
         per_turn = 0 if any(one.multi for one in updates) else len(updates)
         about = AboutScan(reverse=reverse, length=length, steps=per_turn)
         return [*end, *stacked], [
-            Kept(
+            KeptMarks(
                 SCAN,
                 about,
                 None,
@@ -292,7 +292,7 @@ class Replay:
             )
         ]
 
-    def _while(self, params: Any, values: list[Any]) -> tuple[list[Any], list[Kept]]:
+    def _while(self, params: Any, values: list[Any]) -> tuple[list[Any], list[KeptMarks]]:
         tested = params["cond_nconsts"]
         first = tested + params["body_nconsts"]
         for_test = values[:tested]
@@ -319,7 +319,7 @@ class Replay:
         start = (jnp.int32(0), list(carry), room)
         turns, results, kept = jax.lax.while_loop(goes_on, body, start)
         return list(results), [
-            Kept(
+            KeptMarks(
                 WHILE,
                 None,
                 turns,
@@ -327,7 +327,7 @@ class Replay:
             )
         ]
 
-    def _cond(self, params: Any, values: list[Any]) -> tuple[list[Any], list[Kept]]:
+    def _cond(self, params: Any, values: list[Any]) -> tuple[list[Any], list[KeptMarks]]:
         index, *args = values
         branches = [opened(one) for one in params["branches"]]
         shapes = [
@@ -349,7 +349,7 @@ class Replay:
         results, kept = jax.lax.switch(index, functions, *args)
         which = jnp.asarray(index, jnp.int32)
         return list(results), [
-            Kept(
+            KeptMarks(
                 BRANCHES,
                 None,
                 which,
@@ -357,7 +357,7 @@ class Replay:
             )
         ]
 
-    def _shard_map(self, params: Any, values: list[Any]) -> tuple[list[Any], list[Kept]]:
+    def _shard_map(self, params: Any, values: list[Any]) -> tuple[list[Any], list[KeptMarks]]:
         mesh = params["mesh"]
         made = {}
         manual = params.get("newly_manual_axes", params.get("manual_axes"))
@@ -382,7 +382,7 @@ class Replay:
         kind = COPIES if axes == (WITHOUT_NAME,) else SHARDS
         about = AboutShards(are_devices=True)
         return list(results), [
-            Kept(
+            KeptMarks(
                 kind,
                 about,
                 None,
@@ -428,7 +428,7 @@ class MarkEvent:
 
 
 @dataclass(frozen=True)
-class Cut:
+class UnreadMarks:
     """Marks that were not looked at come here: what was added up before is not known.
 
     Attributes:
@@ -438,7 +438,7 @@ class Cut:
     steps: int = 0
 
 
-Event = MarkEvent | Cut
+Event = MarkEvent | UnreadMarks
 
 
 @dataclass(frozen=True)
@@ -472,7 +472,7 @@ class Around:
         return int(np.ravel(self.here(data))[0])
 
 
-def events_of(kept: Sequence[Kept], around: Around = Around()) -> Iterator[Event]:
+def events_of(kept: Sequence[KeptMarks], around: Around = Around()) -> Iterator[Event]:
     """Yield the marks of a program in the order in which they were passed.
 
     Args:
@@ -492,13 +492,13 @@ def events_of(kept: Sequence[Kept], around: Around = Around()) -> Iterator[Event
             for t in order:
                 yield from events_of(node.parts, around.turn(t))
             if node.about.length > node.size:
-                yield Cut(node.about.steps * (node.about.length - node.size))
+                yield UnreadMarks(node.about.steps * (node.about.length - node.size))
         elif node.kind == WHILE:
             turns = around.number(node.data)
             for t in range(min(turns, MOST_TURNS)):
                 yield from events_of(node.parts, around.turn(t))
             if turns > MOST_TURNS:
-                yield Cut()
+                yield UnreadMarks()
         elif node.kind == BRANCHES:
             which = around.number(node.data)
             branch = node.parts[min(max(which, 0), len(node.parts) - 1)]
@@ -507,7 +507,7 @@ def events_of(kept: Sequence[Kept], around: Around = Around()) -> Iterator[Event
             yield from _events_of_devices(node, around)
 
 
-def _events_of_devices(node: Kept, around: Around) -> Iterator[Event]:
+def _events_of_devices(node: KeptMarks, around: Around) -> Iterator[Event]:
     if around.devices:
         raise CannotReplayError("devices inside of devices are not told apart")
     axis = len(around.at)  # that of the devices stands after those of the loops around it
@@ -520,11 +520,11 @@ def _events_of_devices(node: Kept, around: Around) -> Iterator[Event]:
         yield from events_of(parts, replace(around, devices=node.size, are_devices=are_devices))
 
 
-def replay_program(closed: Any, contents: Contents) -> tuple[Any, Replay]:
+def replay_program(closed: Any, contents: ProgramContents) -> tuple[Any, MarkedEvaluation]:
     """Return a function, compiled at its first call, that evaluates a program and returns its
     marks.
     """
-    replay = Replay(contents)
+    replay = MarkedEvaluation(contents)
 
     def run(*args: Any) -> Any:
         return replay.run(closed.jaxpr, closed.consts, args)[1]

@@ -14,7 +14,7 @@ from gradcheck_suite.auditing.jax.replay import MOST_STEPS, Event
 from gradcheck_suite.auditing.jax.verdicts import Verdicts
 from gradcheck_suite.auditing.schedule import Schedule
 from gradcheck_suite.auditing.stopping import Terminated, in_words
-from gradcheck_suite.core.findings import Found, finding
+from gradcheck_suite.core.findings import Occurrence, finding
 from gradcheck_suite.core.options import DEFAULT_BUDGET, INSTRUMENTS, AuditOptions
 from gradcheck_suite.core.results import Result, Violation
 from gradcheck_suite.core.text import counted
@@ -157,9 +157,9 @@ class JaxAudit:
             lines.update((place.line, *place.path))
         return sorted({line.rpartition(":")[0] for line in lines})
 
-    def _of_unseen(self) -> Counter[Found]:
+    def _of_unseen(self) -> Counter[Occurrence]:
         """Return what gradients and updates could not be looked at."""
-        found = Counter[Found]()
+        found = Counter[Occurrence]()
         for place, times in self._recorder.marking.unseen.items():
             said = (
                 "the gradient of a loss was not seen: it cannot be traced, since it looks at values or"
@@ -179,7 +179,7 @@ class JaxAudit:
             found[finding("unobserved-program", said, mark.place)] += 1
         return found
 
-    def _why_unjudged(self, windows: int, notes: Counter[Found]) -> Found | None:
+    def _why_unjudged(self, windows: int, notes: Counter[Occurrence]) -> Occurrence | None:
         """Return why nothing could be judged, and what to do; None where something was."""
         recorder = self._recorder
         if self._unsupported is not None:

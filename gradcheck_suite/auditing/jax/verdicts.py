@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from gradcheck_suite.auditing.jax.mapping import devices_of, pending_of, step_window
 from gradcheck_suite.auditing.jax.windows import (
     Optimizer,
-    Window,
+    StepGradients,
     is_uneven,
     norms_alike,
 )
@@ -23,9 +23,9 @@ from gradcheck_suite.auditing.weighing import (
     judge_weights,
     violation_of,
 )
-from gradcheck_suite.auditing.weights import Objective
+from gradcheck_suite.auditing.weights import ComparedObjective
 from gradcheck_suite.core.faults import FAULTS, FIX, names_of, remedy_of
-from gradcheck_suite.core.findings import Found, finding
+from gradcheck_suite.core.findings import Occurrence, finding
 from gradcheck_suite.core.results import Unknown, Violation
 from gradcheck_suite.core.text import counted
 
@@ -45,7 +45,7 @@ class Shown:
         optimizer: its state.
     """
 
-    window: Window
+    window: StepGradients
     optimizer: Optimizer
 
 
@@ -68,13 +68,15 @@ class Verdicts:
 
     given: int | None = None
     judges_weights: bool = True
-    notes: Counter[Found] = field(default_factory=Counter)
+    notes: Counter[Occurrence] = field(default_factory=Counter)
     unknown: Counter[Unknown] = field(default_factory=Counter)
     found: list[Violation] = field(default_factory=list)
     shown: list[Shown] = field(default_factory=list)
     lost: list[Shown] = field(default_factory=list)
     alike: list[Shown] = field(default_factory=list)
-    held: defaultdict[int, list[Window | None]] = field(default_factory=lambda: defaultdict(list))
+    held: defaultdict[int, list[StepGradients | None]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
 
     def __post_init__(self) -> None:
         self._weighed: dict[int, WeightVerdict] = {}
@@ -91,7 +93,7 @@ class Verdicts:
             )
         ] += 1
 
-    def violation(self, fault: StepFault, window: Window, optimizer: Optimizer) -> Violation:
+    def violation(self, fault: StepFault, window: StepGradients, optimizer: Optimizer) -> Violation:
         """Return the violation that a fault of a window is."""
         found = step_window(window, optimizer.index, window.columns)
         place = window.columns[-1].mark.place if window.columns else window.step.place
@@ -99,7 +101,7 @@ class Verdicts:
         where = str(place)
         return _in_jax_words(replace(violation, where=where))
 
-    def violate(self, fault: StepFault, window: Window, optimizer: Optimizer) -> None:
+    def violate(self, fault: StepFault, window: StepGradients, optimizer: Optimizer) -> None:
         """Add the violation that a fault of a window is."""
         self.found.append(self.violation(fault, window, optimizer))
 
@@ -116,9 +118,9 @@ class Verdicts:
             several[one.diagnosis, one.where].append(one)
         united = []
         for ones in several.values():
-            first = min(ones, key=_order)
+            first = min(ones, key=_step_order)
             united.append(replace(first, occurrences=len({one.step for one in ones})))
-        return sorted(united, key=_order)
+        return sorted(united, key=_step_order)
 
     @property
     def violated(self) -> set[int]:
@@ -133,7 +135,7 @@ class Verdicts:
         """The steps whose weights were judged."""
         return set().union(*(weighed.steps for weighed in self._weighed.values()))
 
-    def all_notes(self) -> Counter[Found]:
+    def all_notes(self) -> Counter[Occurrence]:
         """Return what is worth knowing -> how often."""
         of_weights = (weighed.notes for weighed in self._weighed.values())
         return sum(of_weights, Counter(self.notes))
@@ -231,7 +233,10 @@ class Verdicts:
             self._weighed[index] = self._of_weights(optimizer, windows, pending)
 
     def _of_weights(
-        self, optimizer: Optimizer, windows: Sequence[Window], pending: Sequence[WindowReadings]
+        self,
+        optimizer: Optimizer,
+        windows: Sequence[StepGradients],
+        pending: Sequence[WindowReadings],
     ) -> WeightVerdict:
         lengths = Counter(window.length for window in windows)
         typical = self.given or next((length for length, _ in lengths.most_common(1)), None)
@@ -295,16 +300,19 @@ class Verdicts:
                 weighed.unknown[opaque[0]] += 1
 
     def _note_shares(
-        self, windows: Sequence[Window], pending: Sequence[WindowReadings], weighed: WeightVerdict
+        self,
+        windows: Sequence[StepGradients],
+        pending: Sequence[WindowReadings],
+        weighed: WeightVerdict,
     ) -> None:
         """Note steps on one micro-batch with a share of its mean, as of a window of several."""
         for window, one in zip(windows, pending, strict=True):
             if window.length > 1 or not window.step.is_scaled:
                 continue
-            read: list[Objective] = []
+            read: list[ComparedObjective] = []
             for objectives in one.readings[0].values():
                 read += objectives.get("each", ())
-            divisors = [_share_of(found) for found in read]
+            divisors = [_divisor_of_share(found) for found in read]
             if not read or not all(divisors):
                 continue  # where one term is whole, the share of another is a coefficient
             said = (
@@ -320,11 +328,11 @@ class Verdicts:
         return bool(optimizer.steps) and optimizer.held.times > 0.5 * optimizer.steps
 
 
-def _order(violation: Violation) -> float:
+def _step_order(violation: Violation) -> float:
     return float("inf") if violation.step is None else violation.step
 
 
-def _share_of(objective: Objective) -> int:
+def _divisor_of_share(objective: ComparedObjective) -> int:
     """Return N where an objective is 1/N of what may be counted; 0 where it is no such share."""
     if objective.status != "equal" or objective.right():
         return 0

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from gradcheck_suite.auditing.jax.fits import EPS, Fit, Vector, fit, near
+from gradcheck_suite.auditing.jax.fits import EPS, LinearCombination, Vector, fit, near
 from gradcheck_suite.auditing.jax.marks import PassMark, UpdateMark, segments
 from gradcheck_suite.auditing.jax.replay import MarkEvent
 from gradcheck_suite.auditing.places import Place
@@ -79,7 +79,7 @@ def _of_device(tree: Any, device: int | None) -> Any:
     return tree if device is None else jax.tree.map(lambda x: x[device], tree)
 
 
-def columns_of(event: MarkEvent, number: int) -> list[Column]:
+def gradient_columns(event: MarkEvent, number: int) -> list[Column]:
     """Return the gradients of a pass: one for each device, or one of all."""
     mark = event.mark
     assert isinstance(mark, PassMark)
@@ -167,7 +167,7 @@ class Step:
 
 
 @dataclass(eq=False)
-class Window:
+class StepGradients:
     """The gradients of a step.
 
     Attributes:
@@ -210,7 +210,7 @@ class Window:
         ]
 
 
-def is_of_earlier_step(window: Window, optimizer: Optimizer) -> bool:
+def is_of_earlier_step(window: StepGradients, optimizer: Optimizer) -> bool:
     """Return whether gradients are by parameters that the optimizer was given at an earlier step,
     and no longer has.
     """
@@ -235,11 +235,13 @@ def _is_close(a: Vector, b: Vector, shapes: Sequence[tuple[int, ...]]) -> bool:
     """Return whether two samples of parameters are of the same ones."""
     is_sum = _sums_in(tuple(shapes))
     if len(is_sum) != len(a):
-        return _within(a, b, SAME)
-    return _within(a[~is_sum], b[~is_sum], SAME) and _within(a[is_sum], b[is_sum], SAME_SUM)
+        return _is_within_tolerance(a, b, SAME)
+    return _is_within_tolerance(a[~is_sum], b[~is_sum], SAME) and _is_within_tolerance(
+        a[is_sum], b[is_sum], SAME_SUM
+    )
 
 
-def _within(a: Vector, b: Vector, tolerance: float) -> bool:
+def _is_within_tolerance(a: Vector, b: Vector, tolerance: float) -> bool:
     return bool(np.abs(a - b).max(initial=0.0) <= tolerance * np.abs(a).max(initial=1e-30))
 
 
@@ -382,7 +384,9 @@ class Optimizer:
     parameters: tuple[Vector, Vector] | None = None
 
 
-def explain(optimizer: Optimizer, step: Step, columns: list[Column]) -> Window | Stale | Unfitted:
+def explain(
+    optimizer: Optimizer, step: Step, columns: list[Column]
+) -> StepGradients | Stale | Unfitted:
     """Explain the gradient at a step by those that were computed since the last one.
 
     Args:
@@ -429,7 +433,7 @@ def _stale(optimizer: Optimizer, step: Step, columns: list[Column]) -> Stale | N
     return None
 
 
-def _fit(step: Step, columns: Sequence[Column], *more: Vector) -> Fit:
+def _fit(step: Step, columns: Sequence[Column], *more: Vector) -> LinearCombination:
     vectors = [*(column.gradient for column in columns), *more]
     relative = max(RELATIVE[d] for d in {step.dtype, *(c.mark.dtype for c in columns)})
     return fit(
@@ -441,10 +445,12 @@ def _fit(step: Step, columns: Sequence[Column], *more: Vector) -> Fit:
     )
 
 
-def _window(step: Step, columns: list[Column], found: Fit) -> Window | Unfitted:
+def _window(
+    step: Step, columns: list[Column], found: LinearCombination
+) -> StepGradients | Unfitted:
     if found.tolerance > 0.02:
         return Unfitted("too-few-elements", ALIKE)
-    return Window(
+    return StepGradients(
         step,
         columns,
         found.found[: len(columns)],
@@ -452,7 +458,7 @@ def _window(step: Step, columns: list[Column], found: Fit) -> Window | Unfitted:
     )
 
 
-def _shortest(step: Step, columns: list[Column]) -> Window | None:
+def _shortest(step: Step, columns: list[Column]) -> StepGradients | None:
     """Explain a gradient by columns of which some are combinations of others.
 
     All of them alike is tried first, then the shortest window at the end.
@@ -470,7 +476,7 @@ def _shortest(step: Step, columns: list[Column]) -> Window | None:
         )
         if short.is_exact and short.found[0]:
             coefficients = [short.found[0]] * len(some)
-            return Window(
+            return StepGradients(
                 step,
                 some,
                 coefficients,
@@ -479,7 +485,7 @@ def _shortest(step: Step, columns: list[Column]) -> Window | None:
     return None
 
 
-def _with_decay(step: Step, columns: list[Column]) -> Window | None:
+def _with_decay(step: Step, columns: list[Column]) -> StepGradients | None:
     """Explain a gradient to which a multiple of the parameters was added."""
     if step.parameters is None or len(step.parameters) != len(step.gradient):
         return None
@@ -488,7 +494,7 @@ def _with_decay(step: Step, columns: list[Column]) -> Window | None:
     tells = found.is_exact and found.is_told and not found.is_degenerate
     if not tells or not added or found.tolerance > 0.02:
         return None
-    return Window(
+    return StepGradients(
         step,
         columns,
         found.found[:-1],
@@ -521,13 +527,13 @@ def implicit_step(number: int, place: Place, columns: Sequence[Column], after: C
     )
 
 
-def is_uneven(window: Window) -> bool:
+def is_uneven(window: StepGradients) -> bool:
     """Return whether gradients have different coefficients in a window."""
     sizes = np.array([c for c in window.coefficients if c])
     return len(sizes) > 1 and not near(sizes, sizes.max(), window.tolerance)
 
 
-def norms_alike(window: Window) -> int:
+def norms_alike(window: StepGradients) -> int:
     """Return how many gradients were cut to the norm of another one before they were added up."""
     sizes = np.array([c for c in window.coefficients if c])
     norms = np.array([column.norm for column in window.used])

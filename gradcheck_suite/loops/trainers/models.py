@@ -67,7 +67,7 @@ def own_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     return model(**batch).loss
 
 
-def seeded(make: Callable[[], torch.nn.Module]) -> Callable[[int], torch.nn.Module]:
+def seeded_model(make: Callable[[], torch.nn.Module]) -> Callable[[int], torch.nn.Module]:
     """Return a function of a seed that makes the model with weights drawn from it."""
 
     def model(seed: int) -> torch.nn.Module:
@@ -282,7 +282,7 @@ def _problem(name: str) -> Problem:
     make = getattr(transformers, name)
     config = getattr(transformers, f"{model}Config")
     return Problem(
-        seeded(lambda: make(config(**settings))),
+        seeded_model(lambda: make(config(**settings))),
         task.batch,
         own_loss,
         count=task.count,

@@ -25,7 +25,7 @@ MAX_SIZE = 4
 
 
 @dataclass(frozen=True)
-class Cut:
+class EpochCut:
     """A way of cutting up an epoch.
 
     Attributes:
@@ -58,7 +58,7 @@ class Question:
     name: str
     about: str
     problem: str
-    cut: Cut | None
+    cut: EpochCut | None
     asked_of: str = ""
 
 
@@ -67,27 +67,29 @@ _SUM = "gradcheck_suite.loops.trainers.problems:SUM"
 _ROWS = "gradcheck_suite.loops.trainers.models"
 _ROWS_OF = "trainers that take models of transformers"
 PLANS = (
-    Question("equal counts", "whole windows of equal micro-batches, one epoch", _MEAN, Cut()),
+    Question("equal counts", "whole windows of equal micro-batches, one epoch", _MEAN, EpochCut()),
     Question(
         "unequal counts",
         "whole windows of micro-batches of 1 to 4 items, one epoch",
         _MEAN,
-        Cut(equal=False),
+        EpochCut(equal=False),
     ),
     Question(
         "short last window",
         "whole windows, then one that lacks some micro-batches; equal micro-batches, one epoch",
         _MEAN,
-        Cut(windows=(2, 3), missing=(1, MAX_SIZE)),
+        EpochCut(windows=(2, 3), missing=(1, MAX_SIZE)),
     ),
     Question(
         "epoch shorter than K",
         "fewer micro-batches than accumulation steps; equal micro-batches, one epoch",
         _MEAN,
-        Cut(windows=(1, 1), missing=(1, MAX_SIZE)),
+        EpochCut(windows=(1, 1), missing=(1, MAX_SIZE)),
     ),
-    Question("several epochs", "as equal counts, two or three epochs", _MEAN, Cut(epochs=(2, 3))),
-    Question("sum loss", "as equal counts, with a loss that is a sum over items", _SUM, Cut()),
+    Question(
+        "several epochs", "as equal counts, two or three epochs", _MEAN, EpochCut(epochs=(2, 3))
+    ),
+    Question("sum loss", "as equal counts, with a loss that is a sum over items", _SUM, EpochCut()),
 )
 """The questions about a trainer that takes any model: their problems need only torch."""
 PLANS_OF_JAX = tuple(
@@ -130,7 +132,10 @@ def model_questions() -> tuple[Question, ...]:
 
     return tuple(
         Question(
-            MODEL + name, "equal micro-batches", f"{models.__name__}:{name}", Cut(missing=(0, 1))
+            MODEL + name,
+            "equal micro-batches",
+            f"{models.__name__}:{name}",
+            EpochCut(missing=(0, 1)),
         )
         for name in models.NAMES
     )

@@ -117,7 +117,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch, store: Path, second: ExitStack) -> N
     second.close()
     jax.clear_caches()
     monkeypatch.setenv(environment.CACHE_VARIABLE, str(store))
-    monkeypatch.setattr(programs, "PROGRAMS", programs.Programs())
+    monkeypatch.setattr(programs, "PROGRAMS", programs.CompiledPrograms())
     _forget_cases(monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(

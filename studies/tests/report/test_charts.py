@@ -9,7 +9,7 @@ import torch
 
 from gradcheck_suite.core.results import Weight
 from gradcheck_suite.page.charts import DARK, LIGHT, SERIES
-from gradcheck_suite.page.violation import SIZES, elements_plot, size_of, weights_plot
+from gradcheck_suite.page.violation import SIZES, deviation_size, elements_plot, weights_plot
 from studies.report import charts
 from studies.report.charts import (
     CATEGORIES,
@@ -121,10 +121,10 @@ def test_ratios_and_their_intervals_are_within_the_axis():
 
 def test_elements_are_told_by_how_many_bounds_they_are_off():
     within, small, large, above = SIZES
-    assert [size_of(0.0, x, 1.0) for x in (1.0, 1.1, 1e3, 1.1e3, 1e6, 1.1e6)] == [
+    assert [deviation_size(0.0, x, 1.0) for x in (1.0, 1.1, 1e3, 1.1e3, 1e6, 1.1e6)] == [
         within, small, small, large, large, above]  # fmt: skip
-    assert size_of("nan", "nan", 1.0) == within
-    assert size_of(1.0, "inf", 1.0) == above
+    assert deviation_size("nan", "nan", 1.0) == within
+    assert deviation_size(1.0, "inf", 1.0) == above
     part = {"rows": [4, 5], "columns": [2, 4], "expected": [[1.0, 2.0]], "observed": [[1.0, 5.0]],
             "allowed": [[1e-9, 1e-9]]}  # fmt: skip
     cells = elements_plot(part)["data"]["values"]

@@ -10,7 +10,7 @@ from gradcheck_suite import Case, Plan
 from gradcheck_suite.core.records import Record, records_path
 from gradcheck_suite.loops.jax_modes import JAX_MODES
 from gradcheck_suite.loops.reset_modes import MODES
-from gradcheck_suite.page.content import shown, sources
+from gradcheck_suite.page.content import cell_text, sources
 from studies.tally import RIVALS
 from studies.tests.report.made_up import (
     EVIL,
@@ -570,7 +570,7 @@ def test_figures_older_than_their_code_are_marked(tmp_path):
     [(None, "-"), (1234567, "1,234,567"), (0.00012345, "0.000123"), ("x", "x"), (True, "yes")],
 )
 def test_cells_are_shown_for_people(value, text):
-    assert shown(value) == text
+    assert cell_text(value) == text
 
 
 def test_printed_loops_are_counted_first_where_they_are_right(tmp_path):

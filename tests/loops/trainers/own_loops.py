@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 
 import gradcheck_suite
 from gradcheck_suite import Problem
-from gradcheck_suite.loops.trainers.models import VOCABULARY, llama, padded_ids, seeded
+from gradcheck_suite.loops.trainers.models import VOCABULARY, llama, padded_ids, seeded_model
 
 TOKENIZER = transformers.PreTrainedTokenizerFast(
     tokenizer_object=Tokenizer(WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0")),
@@ -65,7 +65,7 @@ def reward_loss(model, batch):
     return -torch.nn.functional.logsigmoid(chosen - rejected).mean()
 
 
-REWARD = Problem(seeded(_rewarding), pairs, reward_loss)
+REWARD = Problem(seeded_model(_rewarding), pairs, reward_loss)
 reward = gradcheck_suite.transformers_loop(
     trl.RewardTrainer,
     inputs=lambda batch: {
@@ -122,7 +122,9 @@ def similarity_loss(model, batch):
 
 
 SENTENCES = Problem(
-    seeded(lambda: sentence_transformers.SentenceTransformer(modules=[Embedder()], device="cpu")),
+    seeded_model(
+        lambda: sentence_transformers.SentenceTransformer(modules=[Embedder()], device="cpu")
+    ),
     similar,
     similarity_loss,
 )

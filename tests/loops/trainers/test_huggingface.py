@@ -15,7 +15,7 @@ from gradcheck_suite.__main__ import main
 from gradcheck_suite.cli.loading import resolve_problem
 from gradcheck_suite.core.contract import Problem
 from gradcheck_suite.loops.trainers import TRAINERS
-from gradcheck_suite.loops.trainers.models import llama, next_tokens, seeded
+from gradcheck_suite.loops.trainers.models import llama, next_tokens, seeded_model
 from gradcheck_suite.loops.trainers.problems import MEAN
 from gradcheck_suite.loops.trainers.trainer import PADDED_ROWS, PLANS, SMOOTHED
 from tests.loops.trainers.expecting import at_version, cells, diagnosis, from_version
@@ -236,7 +236,7 @@ def test_smoothing_refuses_models_of_other_people():
 
 def test_problems_are_the_same_for_the_same_seed():
     first, second, other = (
-        seeded(lambda: torch.nn.Linear(2, 2))(seed).weight for seed in (1, 1, 2)
+        seeded_model(lambda: torch.nn.Linear(2, 2))(seed).weight for seed in (1, 1, 2)
     )
     assert torch.equal(first, second)
     assert not torch.equal(first, other)
