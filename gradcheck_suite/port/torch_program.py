@@ -196,6 +196,7 @@ class _OperationRecorder(Mode):
         self._writes: dict[int, list[int]] = {}
         self.constants: dict[Any, torch.Tensor] = {}
         self.asked: Any = None
+        self.before_each: Callable[[], None] = lambda: None
         for (kind, index), tensor in leaves.items():
             self._note(tensor, Ref(kind, index))
 
@@ -230,6 +231,7 @@ class _OperationRecorder(Mode):
         return [Ref(i, 0) for i in later if _overlap(tensor, self.calls[i].outs[0])]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.before_each()
         # a cast to float32 that the author wrote would round: the program is judged in float64
         kwargs = without_low(kwargs or {})
         written = self._written((args, kwargs))
@@ -262,6 +264,9 @@ class _OperationRecorder(Mode):
         # asked before the call, which may write into its arguments
         refs = [self.ref(tensor) for tensor in given.tensors]
         start = len(self.calls)
+        # the results may be noted later, when another module's operation begins
+        path = self.stack[-1] if self.stack else None
+        where = _line()
 
         def end(out: Any) -> Any:
             # a reentrant checkpoint runs without autograd, and once more with it in the backward
@@ -274,18 +279,14 @@ class _OperationRecorder(Mode):
             for number, result in enumerate(flat(out)):
                 is_new = isinstance(result, torch.Tensor) and id(result) not in written
                 if is_new and result.requires_grad:
-                    self._note_own(OwnFunction(kind, given, number, start), result, refs)
+                    arguments = (self.ref(result), *refs)
+                    own = OwnFunction(kind, given, number, start)
+                    call = OperationCall(own, arguments, {}, path, where, grad=True, outs=[result])
+                    self.calls.append(call)
+                    self._note(result, Ref(len(self.calls) - 1, 0))
             return out
 
         return end
-
-    def _note_own(self, own: OwnFunction, result: torch.Tensor, refs: Sequence[Any]) -> None:
-        path = self.stack[-1] if self.stack else None
-        arguments = (self.ref(result), *refs)
-        self.calls.append(
-            OperationCall(own, arguments, {}, path, _line(), torch.is_grad_enabled(), [result])
-        )
-        self._note(result, Ref(len(self.calls) - 1, 0))
 
     def _written(self, arguments: Any) -> list[Ref]:
         """Return the calls that wrote into the memory of arguments since they were made."""
@@ -558,7 +559,7 @@ class TorchProgram:
             stack.enter_context(self._modules(module))
             stack.enter_context(default_dtype())
             stack.enter_context(_attention_in_steps(self._recorder))
-            stack.enter_context(watched_calls(self._recorder.function))
+            self._recorder.before_each = stack.enter_context(watched_calls(self._recorder.function))
             stack.enter_context(self._recorder)
             out = module(*arguments, **pytree.tree_map(as_tensor, dict(kwargs)))
             self._recorder.stack.append(LOSS)
