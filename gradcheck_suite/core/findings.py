@@ -123,7 +123,12 @@ _ROWS = (
         "reset-before-first-step", "what other lines sent backward was reset before the first step"
     ),
     _note("reset-non-finite", "gradients were not finite, and were reset"),
-    _note("reset-shared-pass", "passes of another optimizer were reset"),
+    _finding(
+        "reset-shared-pass",
+        "a gradient was reset before a step, though another optimizer stepped on its pass",
+        "if this loss should train them, reset their gradients after their own step alone; if not,"
+        " `detach()` what they give to it",
+    ),
     _note("discarded-window", "a whole window was reset without a step"),
     _note("window-begun-anew", "a window was reset and begun anew"),
     _note("window-given-up", "a window was given up before its end"),

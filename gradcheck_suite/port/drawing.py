@@ -107,7 +107,7 @@ def resampled(
         return value
     old = np.asarray(value)
     kind_of = old.dtype.kind
-    # infinities and NaN stand in an input on purpose
+    # an additive mask of minus infinity has its structure in its numbers
     if kind_of not in "biuf" or (kind_of == "f" and not np.isfinite(old).all()):
         return old
     is_binary = bool(np.isin(old, (0, 1)).all())
@@ -131,12 +131,12 @@ def _is_whole(value: Array) -> bool:
 def _whole_numbers(old: Array, rng: np.random.Generator, kind: str) -> Array:
     rows = old.reshape(-1, old.shape[-1]) if old.ndim else old.reshape(1, 1)
     rises = rows.shape[1] > 1 and bool((np.diff(rows, axis=1) > 0).all())
-    # numbers that rise in each row are positions, and stay
+    # rising whole numbers are offsets or positions, which other numbers would take apart
     if (rises and rows.shape[1] > 2) or (old.ndim == 2 and np.isin(old, (0, 1)).all()):
         return old if rises else _mask(old, rng)
     low = old.min()
     high = old.max()
-    # negative numbers, such as -100, are marks: no number is drawn that was not given
+    # a negative label marks what a loss ignores: no other number below 0 is a label
     if low < 0:
         return rng.choice(old.reshape(-1), old.shape)
     kept = old != low
@@ -189,18 +189,21 @@ def _real_numbers(old: Array, rng: np.random.Generator, kind: str) -> Array:
     high = float(old.max())
     spread = float(old.std()) or 1.0
     factor = {"narrow": 0.05, "wide": 2.0}.get(kind, 1.0)
+    # numbers that are never negative may be under a root or in a logarithm
     if low >= 0:
         # a constant array has no width of its own
         width = max(high - low, 1e-3 * max(high, 1e-3))
         new = np.minimum(rng.uniform(low, low + factor * width, old.shape), high)
     else:
         new = old.mean() + factor * spread * rng.normal(size=old.shape)
+    # rows that add up to 1 are probabilities, as a divergence counts on
     rows = old.sum(-1) if old.ndim else old
-    # rows that sum to 1 are probabilities
     if low >= 0 and old.ndim and old.shape[-1] > 1 and np.allclose(rows, 1, atol=1e-5):
         new = new / new.sum(-1, keepdims=True)
+    # rising numbers are times, or the edges of bins that `searchsorted` counts on
     if old.ndim and old.shape[-1] > 2 and (np.diff(old, axis=-1) > 0).all():
         new = np.sort(new, -1)
+    # distances or a kernel: the diagonal is that of each element with itself
     if _is_symmetric(old):
         new = (new + new.swapaxes(-1, -2)) / 2
         new[..., np.arange(old.shape[-1]), np.arange(old.shape[-1])] = np.diagonal(
@@ -211,6 +214,7 @@ def _real_numbers(old: Array, rng: np.random.Generator, kind: str) -> Array:
         and old.shape[-1] > 1
         and np.allclose(np.linalg.norm(old.astype(float), axis=-1), 1, atol=1e-5)
     ):
+        # rows of length 1 are directions
         new = new / np.maximum(np.linalg.norm(new, axis=-1, keepdims=True), 1e-12)
     return np.asarray(new, old.dtype)
 
@@ -350,7 +354,7 @@ def _rows_of_table(call: OperationCall, known: set[Ref], run: TorchRun) -> Itera
         index, name = _INDEXING[call.name]
         table = run.get(given[name])
         is_loss = call.name.startswith("nll_loss")
-        # classes are the second axis of a loss's input, or its only one
+        # the classes are axis 1 of a batch, and the only axis of a single item
         axis = given.get("dim", min(1, table.dim() - 1) if is_loss else 0)
         if given.get(index) in known:
             yield table.shape[axis]
@@ -381,7 +385,7 @@ def limited(call: OperationCall, run: TorchRun) -> tuple[Any, list[float]]:
     if name in _OF_LOSSES:
         pair = [run.get(given[n]) for n in ("self", "target")]
         return (pair[0] - pair[1]).abs(), [float(given[_OF_LOSSES[name]])]
-    # a hinge; in a model a relu binds in any case
+    # in a loss it is a hinge of few numbers; in a model it has numbers on both sides by itself
     if name == "relu" and call.path == LOSS:
         return run.get(call.refs[0]), [0.0]
     limits = [given.get(argument) for argument in _LIMITS.get(name, ())]
@@ -522,6 +526,7 @@ def author_points(base: Point, draw: Any, count: int, seed: int) -> list[Point]:
         deadline=None,
         phases=[Phase.generate],
     )
+    # `enough` counts, so that it says otherwise of an input that Hypothesis asks about again
     with suppress(errors.NoSuchExample, errors.Flaky):
         find(
             author_strategy(base, draw),

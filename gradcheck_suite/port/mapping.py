@@ -109,8 +109,7 @@ class StateMap:
         first: dict[int, int] = {}
         size = 0
         for name in self.names:
-            # tied names have one array
-            key = id(self.base[name])
+            key = id(self.base[name])  # tied names have one array
             if key not in first:
                 first[key] = size
                 size += self.base[name].size
@@ -264,6 +263,7 @@ class StateMap:
             if leaf is not None:
                 for where in (leaf.index, leaf.second):
                     used = where >= 0
+                    # not `+=`, which counts an element once that reaches several places
                     np.add.at(
                         out, where[used], (leaf.factor * np.asarray(gradient).reshape(-1))[used]
                     )
@@ -281,6 +281,7 @@ class StateMap:
                 continue
             value = np.zeros(leaf.index.shape)
             used = leaf.index >= 0
+            # a leaf that is twice the tensor has half of its gradient
             value[used] = vector[leaf.index[used]] / leaf.factor[used]
             found.append(value.reshape(leaf.shape))
         return found
@@ -375,6 +376,7 @@ class StateMap:
         found = list[Leaf | None]()
         for i, path in enumerate(self.model.paths):
             values = [leaves[i] for leaves in drawn]
+            # a leaf whose shape depends on the values is computed, not loaded
             if not is_float(values[0]) or len({np.shape(v) for v in values}) > 1:
                 found.append(None)
                 continue
@@ -406,6 +408,7 @@ class StateMap:
         first = [np.zeros(0, int)]
         second = [np.zeros(0, int)]
         for names in groups.values():
+            # each pair is a column of every drawn state: eight tensors have 28
             for a, b in combinations(names[:8], 2):
                 first.append(self.offsets[a] + np.arange(self.base[a].size))
                 second.append(self.offsets[b] + np.arange(self.base[a].size))

@@ -85,7 +85,7 @@ def _norm(
 
     `groups` and `apart` are of group norm, `running` of batch norm.
     """
-    # torch's RMS norm takes None for the dtype's own epsilon
+    # `rms_norm` without an eps takes that of the dtype
     eps = a.values.get("eps") or torch.finfo(torch.float64).eps
     if groups or "group" in a.values:
         return _group_norm(
@@ -181,7 +181,7 @@ def _convolution(a: CallArguments, low: Any, *, flip: bool = False, **others: An
     pads = []
     conv = torch.ops.aten.convolution
     if a.transposed:
-        # a little more than needed at the end, of which the result's size is cut out
+        # as long as torch lets it be, so that any part of the size of torch's can be cut out
         more = [max(s, 2) - 1 for s in stride]
         whole = conv(
             a.input,
@@ -253,7 +253,7 @@ def _pooled(a: CallArguments, low: int, kind: str) -> Any:
     stride = _wide(a.stride or a.kernel_size, n)
     for i in reversed(range(n)):
         pads += [low, (size[i] - 1) * stride[i] + kernel[i] - x.shape[x.dim() - n + i] - low]
-    # torch pads a maximum by minus infinity, and people by zeros
+    # a port that pads with zeros takes them for the maximum of negative numbers
     parts = F.pad(x, pads, value=-math.inf if kind == "maximum" else 0.0)
     # how many elements of each window are no padding
     inside = F.pad(torch.ones_like(x), pads)
@@ -290,7 +290,7 @@ def _binned(a: CallArguments, kind: str) -> Any:
 
 def _resized(a: CallArguments, mode: str) -> Any:
     size = a.out().shape[2:]
-    # JAX's cubic kernel has another parameter than torch's, -0.5 in place of -0.75
+    # `jax.image.resize` has another cubic kernel than torch: -0.5 where torch has -0.75
     if mode.startswith("jax"):
         return _cubic(a.self, size)
     mode, _, smooth = mode.partition(" with ")

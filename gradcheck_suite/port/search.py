@@ -139,8 +139,8 @@ class Repairs:
                 new = (
                     start[how.kind, how.index] if isinstance(how, Ref) else dense(how(leaves[key]))
                 )
+            # tied names have one tensor, and change together
             for other, value in start.items():
-                # tied names have one tensor, and stay tied
                 if value is start[key] and other[0] == key[0]:
                     leaves[other] = new
         run = program.run(self.changes, leaves, grad)
@@ -238,7 +238,7 @@ class CauseSearch:
             if found is None or (not found.is_whole and (known or where == "last")):
                 return None
             known.append(found.value)
-            # what explains much is likely right: little more is tried for a better one
+            # results of several calls are not equal by chance: what explains all is near
             if not found.is_whole and found.value.gained >= MANY:
                 self.budget.left = min(self.budget.left, MORE)
             return found
