@@ -95,6 +95,7 @@ class WindowReadings:
         part = found[0].parts[0]
         scale = self.window.step.scale or 1.0
         factor = part.coefficient * scale / self.coefficients[part.source]
+        # rounded, since factors of several windows are counted as the same
         return float(f"{factor:.6g}")
 
 
@@ -146,6 +147,8 @@ def judge_weights(
     found_in = _objectives(pending, (typical_k, ranks))
     uses = Uses()
     for one, found in zip(pending, found_in, strict=True):
+        # a loss that goes backward twice explains the weights of its window: they are not judged
+        # beside it
         if _judge_losses(one, result):
             continue
         unreadable, partial = _note_unknown(one, found, result, name_of)
@@ -153,9 +156,11 @@ def judge_weights(
             result.steps.add(one.window.number)
         for use in _uses(one, found):
             uses.take(use, result.notes, is_scaled=one.scaled)
+    # a loss that is right in some window has no coefficient of its own
     shown = {objective.key for objective in chain.from_iterable(found_in) if objective.right()}
     for key, several in uses.unequal.items():
         unnamed = [use.objective for use in several if use.objective.named is None]
+        # named once over all windows: one window may be explained by many rules
         general = _named(unnamed) if unnamed else None
         result.violations += [_of_unequal(use, general, is_shown=key in shown) for use in several]
     for scale in scales(uses.equal, ranks, declared_k, result.notes):
@@ -302,11 +307,13 @@ def _has_unequal_replays(one: WindowReadings) -> Sighting | None:
     for rank, index in sorted(one.coefficients):
         record = one.window.passes[index].records[rank]
         partial = [term for term in record.terms if term.partial and not term.opaque]
+        # a term with a gradient to all its items beside it can be compared as usual
         if len(partial) != len(record.terms):
             return None
         for term in partial:
             whole = (term.weight or 0.0) * term.counts.get(term.own, 0.0)
             weights[term.expression].append(whole * one.coefficients[rank, index])
+    # passes of several lines have losses of their own
     if len({one.window.passes[index].site for _, index in one.coefficients}) != 1:
         return None
     for found in weights.values():
@@ -486,6 +493,7 @@ def violation_of(
     fault: StepFault, window: StepWindow, where: Place, parameter: str | None = None
 ) -> Violation:
     """Return the violation that a fault of a window is."""
+    # a remedy may name the trainer's own option
     package = (window.step.trainer or "").partition(".")[0]
     loss = place_of_loss(window, where)
     line = fault.change.line if fault.change else None
@@ -550,6 +558,7 @@ def _of_weights(fault: StepFault, use: ObjectiveInWindow, rows: tuple[Weight, ..
     are right.
     """
     error = max(
+        # a micro-batch without items has no weight that could be off
         (abs(row.observed / row.expected - 1) for row in rows if row.count and row.expected),
         default=0.0,
     )
@@ -577,6 +586,7 @@ def _division(fault: StepFault, use: ObjectiveInWindow, loss: str) -> Change | N
     if use.alone:
         return None  # others, which are right, may share it
     lines = set(chain.from_iterable(part.term.divisions for part in use.objective.parts))
+    # of several divisions nobody knows which one is wrong
     if len(lines) != 1 or lines == {loss} or OF_OTHER_LINES & {fault.name, *fault.causes}:
         return None
     return None if fault.name == "tail-leak" else Change("division", [*lines])
@@ -626,6 +636,7 @@ def _beside_empty(objective: ComparedObjective, window: StepWindow) -> ComparedO
     if objective.status == UNEQUAL or objective.right() or not first.mean or not empty:
         return objective
     mass = objective.weights[0] * first.counts.get(first.own, 0.0)
+    # only where the empty ones were counted in the mean is their share missing
     if not near(mass * (len(objective.parts) + empty), 1.0, objective.tolerance):
         return objective
     return replace(objective, status=UNEQUAL, named=Diagnosis(MEAN_OF_MEANS, ""))
@@ -715,6 +726,7 @@ def _named(objectives: Sequence[ComparedObjective]) -> Diagnosis:
         np.abs(w.observed - np.median(w.observed)) <= w.tolerance * np.median(w.observed)
         for w in found
     ]
+    # most micro-batches agree in every window
     if all(2 * same.sum() > len(same) for same in usual):
         # a special case for the first or the last micro-batch, a loss scale, a coefficient
         return Diagnosis("weighted-by-place", said, causes=("sign",) if observed.min() < 0 else ())

@@ -182,11 +182,14 @@ def compare_terms(parts: Sequence[LossInWindow], key: Key = ()) -> ComparedObjec
     levels = [_levels(part.term, with_factor=with_factor) for part in parts]
     best: ComparedObjective | None = None
     faults: list[ComparedObjective] = []
+    # from the outermost reduction inwards: the first level with equal weights is the objective's
     for depth in range(min(map(len, levels))):
         weights = [
             level[depth][0] * part.coefficient for level, part in zip(levels, parts, strict=True)
         ]
         weights = with_common_sign(weights)
+        # the term's own way of counting comes first, then by name, so that the choice is the same
+        # each time
         names = sorted(
             set.intersection(*(set(level[depth][1]) for level in levels)),
             key=lambda n: (n != own, n),
@@ -351,6 +354,7 @@ def _plain(terms: Sequence[Term]) -> Term:
 
 def _as_chunks(plain: Term, terms: Sequence[Term]) -> Term | None:
     """Return chunks of one batch as one term."""
+    # chunks of one batch have one divisor, so their items weigh the same
     if spread(_weights_of(terms)) > 1e-6:
         return None
     items = [term.item for term in terms if term.item is not None]
@@ -387,6 +391,7 @@ def is_read(term: Term) -> bool:
         term.opaque
         or term.partial
         or not term.weight
+        # NaN
         or term.weight != term.weight
         or is_empty(term)
     )
@@ -531,8 +536,10 @@ def _together(several: Sequence[ComparedObjective]) -> ComparedObjective | None:
     parts = list[LossInWindow]()
     for one in several:
         parts += one.parts
+    # a pass with two of them adds up two losses, which are no micro-batches of one
     if len({part.source for part in parts}) != len(parts):
         return None
+    # any of them, but the same one each time
     place = min((one.place for one in several), key=str)
     return compare_terms(parts, (place, several[0].key[1], ACROSS_SITES, 0))
 
@@ -547,9 +554,11 @@ def best_modes(readings: Sequence[Sequence[Reading]]) -> dict[Key, list[str]]:
             for mode in MODES:
                 found = [reading[top].get(mode, ()) for reading in alternatives if top in reading]
                 costs = [
+                    # a reading that does not apply is worse than any fault
                     sum(one.cost for one in several) / len(several) if several else 5.0
                     for several in found
                 ]
+                # the mean of chunks forgives most, so it has to fit better than the others
                 further = 0.5 if mode == BATCH else 0.0
                 fits[top][mode] += min(costs) + further  # type: ignore[assignment]
     return {key: sorted(MODES, key=costs.__getitem__) for key, costs in fits.items()}
