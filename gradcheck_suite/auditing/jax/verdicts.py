@@ -277,12 +277,10 @@ class Verdicts:
             records = [
                 one.window.passes[index].records[device] for device, index in one.coefficients
             ]
-            opaque = [
-                Unknown("weights", str(record.place), term.opaque)
-                for record in records
-                for term in record.terms
-                if term.opaque
-            ]
+            opaque = list[Unknown]()
+            for record in records:
+                place = str(record.place)
+                opaque += [Unknown("weights", place, t.opaque) for t in record.terms if t.opaque]
             if opaque and len(records) > one.length == 1:
                 weighed.steps.discard(one.window.number)
                 weighed.unknown[opaque[0]] += 1
