@@ -791,9 +791,9 @@ def _diagnosis_of_ranks(e: Evidence) -> Diagnosis | None:
 
 
 def _of_whole_window(e: Evidence) -> Diagnosis | None:
-    """Name the fault of a wrong gradient of an objective that is a function of the whole window.
+    """Name the fault of a wrong gradient where the objective is a function of the whole window.
 
-    Else None.
+    Return None where it is a sum over items.
     """
     if e.instance.problem.reduction != "batch":
         return None

@@ -283,7 +283,7 @@ WEIGHED_ITEMS = 4
 def adds_up(whole: float, parts: list[float]) -> bool:
     """Return whether parts add up to a whole, up to `LOSS_TOLERANCE` of their sizes.
 
-    Scripts copy this.
+    The scripts of violations have a copy of this function.
     """
     return abs(whole - sum(parts)) <= LOSS_TOLERANCE * max(sum(map(abs, parts)), abs(whole))
 
