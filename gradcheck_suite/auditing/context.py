@@ -28,7 +28,7 @@ from gradcheck_suite.auditing.function_calls import (
     statement_of,
 )
 from gradcheck_suite.auditing.jax_opinion import JaxOpinion, ask_jax, kept_calls
-from gradcheck_suite.auditing.judge import ORPHANS, RunJudge
+from gradcheck_suite.auditing.judge import ORPHANS, AuditJudge
 from gradcheck_suite.auditing.mode_changes import ModeChanges
 from gradcheck_suite.auditing.modes import AsBefore
 from gradcheck_suite.auditing.module_calls import ModuleCall, ModuleCalls, without_gradients
@@ -406,8 +406,8 @@ class TorchAudit:
         self._calls: list[RecordedCall] | str | None = None
         self._opinion: JaxOpinion | None = None
 
-    def _new_judge(self, ranks: int, of: End | None = None) -> RunJudge:
-        return RunJudge(
+    def _new_judge(self, ranks: int, of: End | None = None) -> AuditJudge:
+        return AuditJudge(
             ranks,
             self._dtypes if of is None else of.dtypes,
             given=self.options.accumulation_steps,
@@ -535,7 +535,7 @@ class TorchAudit:
 
     def _judged(
         self, events: Sequence[Sequence[Event]], *, complete: bool, of: End | None = None
-    ) -> RunJudge:
+    ) -> AuditJudge:
         """Judge the events of ranks, of one whose parameters are its own by their names and dtypes
         there.
         """

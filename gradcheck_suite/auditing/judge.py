@@ -154,7 +154,7 @@ def _ranks_of(found: Sequence[Iterable[T]]) -> dict[T, list[int]]:
     return ranks
 
 
-def _on(ranks: Sequence[int], of_ranks: Sequence[RunJudge], sentence: str) -> str:
+def _on(ranks: Sequence[int], of_ranks: Sequence[AuditJudge], sentence: str) -> str:
     """Return a sentence with the ranks of which it is true, where that is not said of all of them."""
     if len(ranks) == len(of_ranks):
         return sentence
@@ -164,7 +164,7 @@ def _on(ranks: Sequence[int], of_ranks: Sequence[RunJudge], sentence: str) -> st
 # The run.
 
 
-class RunJudge:
+class AuditJudge:
     """Takes the events of a run, one of each rank at a time, and judges it.
 
     Args:
@@ -375,7 +375,7 @@ class RunJudge:
         """Add what another instrument found worth knowing."""
         self._notes[one] += 1
 
-    def take_over(self, of_ranks: Sequence[RunJudge]) -> None:
+    def take_over(self, of_ranks: Sequence[AuditJudge]) -> None:
         """Take over what the judges of ranks that train by themselves have found: what all have
         alike is said once.
 
