@@ -145,7 +145,7 @@ def judge_weights(
     """
     result = WeightVerdict()
     found_in = _objectives(pending, (typical_k, ranks))
-    uses = Uses()
+    uses = ObjectiveUses()
     for one, found in zip(pending, found_in, strict=True):
         # a loss that goes backward twice explains the weights of its window: they are not judged
         # beside it
@@ -170,7 +170,7 @@ def judge_weights(
 
 
 @dataclass
-class Uses:
+class ObjectiveUses:
     """The objectives of an optimizer's windows.
 
     Attributes:
