@@ -542,7 +542,10 @@ class RunJudge:
         required = evidence.required or range(len(evidence.indices))
         if not required or not evidence.in_sum[list(required)].all():
             return
-        number = len(required)
+        # a pass that brings exactly 0, as of a saturated loss, is a micro-batch like the others
+        sites = evidence.places(required)
+        zero = [j for j in columns_where(evidence.null) if evidence.pass_of(j).site in sites]
+        number = len({*required, *zero})
         lengths = self._lengths[optimizer]
         grows = number >= max(lengths, default=0) and self._grown.get(optimizer, 1)
         self._grown[optimizer] = number if grows else 0

@@ -90,23 +90,6 @@ def fitted(columns: Vector, target: Vector) -> tuple[Vector, Vector, Vector] | N
     )
 
 
-def _robust_errors(columns: Vector, residual: Vector) -> Vector:
-    """Return the standard errors of fitted coefficients where rows have errors of different sizes.
-
-    MacKinnon and White's estimate (HC3), which holds for few rows, too.
-
-    Args:
-        columns: (rows, columns).
-        residual: (rows,), what the fit leaves over.
-    """
-    inverse = np.linalg.inv(columns.T @ columns)
-    leverage = np.einsum("ij,jk,ik->i", columns, inverse, columns)
-    # a row that decides a coefficient alone has a leverage of 1, and no residual
-    weighted = columns * (residual / np.maximum(1 - leverage, LEAST_FREE))[:, None]
-    found: Vector = np.sqrt(np.diag(inverse @ (weighted.T @ weighted) @ inverse))
-    return found
-
-
 @dataclass(frozen=True)
 class Fit:
     """`.grad` as a sum of what arrived in each pass, by least squares.
@@ -1236,7 +1219,9 @@ class Replay:
                     np.full(number, bound),
                     is_exact=True,
                 )
-        noisy = fitted(arrivals, target)
+        # projections repeat the elements of a small parameter, and an edit of few elements is in each
+        # of them: as rows beside the elements they would make chance significant
+        noisy = fitted(arrivals[elements], target[elements])
         if noisy is None:
             return Fit(
                 *of,
@@ -1246,13 +1231,11 @@ class Replay:
             )
         solution, residual, spread = noisy
         deviation = np.sqrt((residual * residual).sum() / (len(residual) - number))
-        share = float(np.hypot.reduce(residual) / (np.hypot.reduce(target) or 1.0))
-        # an edit of few elements leaves most rows as they are, and is in each of the projections
-        errors = np.maximum(deviation * spread, _robust_errors(arrivals, residual))
+        share = float(np.hypot.reduce(residual) / (np.hypot.reduce(target[elements]) or 1.0))
         return Fit(
             *of,
             solution,
-            SIGNIFICANT * errors,
+            SIGNIFICANT * deviation * spread,
             is_exact=False,
             left=share,
         )
@@ -1387,7 +1370,5 @@ ACCIDENT = 1e-4
 """Chance, from which on it counts, that a few elements of a sum are within rounding a multiple of one of its terms."""
 FEWEST = 8
 """Elements from which on a part of an edited gradient is told from chance."""
-LEAST_FREE = 1e-6
-"""The least share of a row's error that a fit is taken to leave over."""
 SIGNIFICANT = 5.0
 """Standard errors from which on a coefficient is not 0."""
