@@ -48,6 +48,7 @@ from gradcheck_suite.auditing.recomputation import (
 from gradcheck_suite.auditing.recorder import ActivePass, Recorder
 from gradcheck_suite.auditing.replay import StepWindow, near
 from gradcheck_suite.auditing.rules import StepFault
+from gradcheck_suite.auditing.saved_values import Written
 from gradcheck_suite.auditing.schedule import AGAIN, Schedule
 from gradcheck_suite.auditing.standard_error import StandardError
 from gradcheck_suite.auditing.stopping import StoppedOnViolation, Terminated, in_words
@@ -901,13 +902,16 @@ class TorchAudit:
                 self._judge.add(violation_of(fault, window, window.passes[index].site))
 
     def _judge_draws(self, window: StepWindow) -> None:
-        """Judge what modules drew when a backward called them again."""
-        sentence = self._forwards.repeated.said
-        if not sentence and self._forwards.redrawn:
+        """Judge what modules drew, or read, when a backward called them again."""
+        found = self._forwards.repeated.found
+        if found is None and self._forwards.redrawn:
             sentence = SENTENCES["redrawn again"].format(module=self._forwards.redrawn)
-        if sentence and window.passes and self._judge.of_last_step() is None:
+            found = Written("wrong-backward", sentence)
+        if found is not None and window.passes and self._judge.of_last_step() is None:
             last = window.passes[max(window.passes)].site
-            self._judge.add(violation_of(StepFault("wrong-backward", sentence), window, last))
+            causes = () if found.name == "wrong-backward" else ("written",)
+            step_fault = StepFault(found.name, found.sentence, causes=causes)
+            self._judge.add(violation_of(step_fault, window, last))
 
     @preserve_rng()
     def _judge_functions(self, window: StepWindow) -> None:

@@ -31,6 +31,7 @@ from gradcheck_suite.auditing.evidence import (
 from gradcheck_suite.auditing.places import Loop, Place, lines_with
 from gradcheck_suite.auditing.replay import BackwardPass, Replay, Source, StepWindow, near
 from gradcheck_suite.auditing.rules import Decided, E, Held, Need, Sighting, StepFault, decide
+from gradcheck_suite.auditing.shared_passes import SharedPasses
 from gradcheck_suite.auditing.step_rules import (
     OF_COPIES,
     PER_PASS,
@@ -239,6 +240,7 @@ class RunJudge:
         self._pending: defaultdict[int, list[WindowReadings]] = defaultdict(list)
         self._since: Counter[int] = Counter()
         self._weighed: dict[int, WeightVerdict] = {}
+        self._shared = SharedPasses(self._replay.owners, self._names)
 
     def take(self, row: Sequence[Event]) -> None:
         """Take the event of each rank.
@@ -463,6 +465,8 @@ class RunJudge:
         self._note_places(evidence)
         self._note_length(evidence)
         self._note_parts(evidence)
+        if self._judges_sums:
+            self._shared.take(evidence)
         used = self._judge_sums(evidence) if self._judges_sums else self._assumed(window)
         if used is None:
             return
@@ -976,6 +980,8 @@ class RunJudge:
                 " is that of scaled ones"
             )
             self._notes[finding("scaled-clipping", said, line)] += 1
+        for one, windows in self._shared.findings():
+            self._notes[one] += windows
         for optimizer, last in self._last.items():
             never = [
                 key for key in last.keys if key not in self._reached[optimizer] | last.step.frozen

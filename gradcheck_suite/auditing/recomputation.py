@@ -157,6 +157,12 @@ def recorded_calls(
         for forward, received in one.forwards.items():
             if forward.refusal:
                 raise NotRecomputed(forward.refusal)
+            if forward.has_lost_inputs:
+                raise NotKept(
+                    INPUTS,
+                    "a call of the model writes to a tensor that it is given, in place",
+                    may_be_wrong=False,
+                )
             if forward.changed:
                 raise _input_changed([forward])
             parts.append(
@@ -652,6 +658,10 @@ SENTENCES = {
     ),
     "stale-parameters": (
         "parameters were written between a call of the model and its backward, which then computes"
+        " with other ones than the call"
+    ),
+    "written buffers": (
+        "buffers of the model were written between its call and its backward, which then computes"
         " with other ones than the call"
     ),
     "before the step": (
@@ -1160,7 +1170,7 @@ def _explain_lost(
     moved = [
         forward
         for forward in forwards
-        if not forward.kept.parameters and forward.point != point_of(forward.module)
+        if not forward.kept.parameters and forward.point != point_of(forward.module.parameters())
     ]
     if any(forward.was_moved for forward in moved):
         raise NotKept(
@@ -1259,6 +1269,55 @@ def _off(part: RecordedCall, found: ReplayResult) -> float:
     return max(_distance(part.forward.outputs[i], found.outputs[i]) for i in part.cotangents)
 
 
+@dataclass(frozen=True)
+class Writable:
+    """What a program may write between a call of a model and its backward.
+
+    Attributes:
+        what: it is.
+        was_written: whether it was, of a call.
+        is_kept: whether it is known as it was at the call.
+        kept_as: what is to be kept of a call, that it is.
+        fault: the name of the fault.
+        sentence: the key of the sentence.
+    """
+
+    what: str
+    was_written: Callable[[ModuleCall], bool]
+    is_kept: Callable[[ModuleCall], bool]
+    kept_as: str
+    fault: str
+    sentence: str
+
+
+WRITABLE = (
+    Writable(
+        "inputs",
+        lambda forward: forward.was_refilled,
+        lambda forward: not forward.arguments_are_given,
+        INPUTS,
+        "changed-batch",
+        "changed-batch",
+    ),
+    Writable(
+        "parameters",
+        lambda forward: forward.was_moved,
+        lambda forward: bool(forward.kept.parameters),
+        PARAMETERS,
+        "stale-parameters",
+        "stale-parameters",
+    ),
+    Writable(
+        "buffers",
+        lambda forward: forward.has_written_buffers,
+        lambda forward: bool(forward.kept.buffers),
+        STATE,
+        "changed-batch",
+        "written buffers",
+    ),
+)
+
+
 def _judge_difference(
     asked: RecomputeRequest,
     received: Sequence[RecordedCall],
@@ -1272,34 +1331,21 @@ def _judge_difference(
         NotRecomputed: nothing that was measured explains it.
     """
     forwards = list(dict.fromkeys(part.forward for part in parts))
-    for written, kept, what, name in (
-        (
-            [forward for forward in forwards if forward.was_refilled],
-            lambda forward: not forward.arguments_are_given,
-            INPUTS,
-            "changed-batch",
-        ),
-        (
-            [forward for forward in forwards if forward.was_moved],
-            lambda forward: bool(forward.kept.parameters),
-            PARAMETERS,
-            "stale-parameters",
-        ),
-    ):
-        if written and not all(map(kept, written)):
+    for one in WRITABLE:
+        written = list(filter(one.was_written, forwards))
+        if not written:
+            continue
+        if not all(map(one.is_kept, written)):
             raise NotKept(
-                what,
-                f"{what} were written between a call of the model and its backward",
+                one.kept_as,
+                f"{one.what} were written between a call of the model and its backward",
                 may_be_wrong=True,
             )
-        if written:
-            again, _, _ = _computed(
-                asked, parts, ReplayOptions(scale=1.0, as_it_was_at_backward=True)
-            )
-            if again.worst is None:
-                _blame(name, SENTENCES[name], difference, result)
-                result.causes = ("written",)
-                return
+        how = ReplayOptions(scale=1.0, as_it_was_at_backward=True)
+        if _computed(asked, parts, how)[0].worst is None:
+            _blame(one.fault, SENTENCES[one.sentence], difference, result)
+            result.causes = ("written",)
+            return
     _judge_backward(asked, received, difference, result)
 
 

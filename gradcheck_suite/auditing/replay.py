@@ -1286,6 +1286,10 @@ class Replay:
         """Return whether an optimizer has stepped on some of these parameters."""
         return any(self._owners.get(key) for key in keys)
 
+    def owners(self, key: int) -> Collection[int]:
+        """Return the optimizers that have stepped on a parameter."""
+        return self._owners.get(key, ())
+
     def standing(self, keys: Iterable[int]) -> set[int]:
         """Return the passes since the last step that stand in the `.grad` of some parameters."""
         found = distinct([ranked[key].coefficients for ranked in self._states for key in keys])
