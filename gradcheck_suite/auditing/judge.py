@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import chain, pairwise
+from itertools import chain, pairwise, product
 from typing import TypeVar
 
 import numpy as np
@@ -762,7 +762,7 @@ class RunJudge:
         consumer.
         """
         own = [i for i, seen in window.passes.items() if not window.seen[i] and not seen.by_hand]
-        return {(rank, i): 1.0 for i in own for rank in range(self._ranks)}
+        return {(rank, i): 1.0 for i, rank in product(own, range(self._ranks))}
 
     def _read(self, window: StepWindow, used: Mapping[Source, float]) -> None:
         pending = self._pending[window.optimizer]
@@ -818,7 +818,7 @@ class RunJudge:
         if not all(map(len, shares)):
             return False
         first = shares[0]
-        places = {one.window.passes[i].site for one in made for _, i in one.coefficients}
+        places = set[Place]().union(*(one.places for one in made))
         running = first[-1] * np.arange(
             len(first), 0, -1
         )  # what stands in `.grad` is added up after each pass
@@ -853,7 +853,8 @@ class RunJudge:
         found: dict[int, str] = {}
         for site, reached in by_site.items():
             sets = Counter(reached.values())
-            are_tasks = len(sets) > 1 and not any(one < other for one in sets for other in sets)
+            has_part = any(one < other for one, other in product(sets, sets))
+            are_tasks = len(sets) > 1 and not has_part
             if sets != self._tasks.setdefault((window.optimizer, site), sets):
                 self._tasks[window.optimizer, site] = Counter()
             elif are_tasks:

@@ -140,9 +140,9 @@ def _choose_count(uses: Sequence[ObjectiveInWindow]) -> None:
         right = sum(
             near(use.objective.coefficients[name], 1.0, use.objective.tolerance) for use in uses
         )
-        masses = [
-            use.objective.weight * n for use in uses for n in use.objective.counts.get(name, ())
-        ]
+        masses = list[float]()
+        for use in uses:
+            masses += [use.objective.weight * n for n in use.objective.counts.get(name, ())]
         ones = bool(masses) and near(masses[0], 1.0, tolerance) and spread(masses) <= tolerance
         return right, ones and not first.is_mean, name == own
 

@@ -405,12 +405,8 @@ def _first_point(e: E) -> Columns:
     last = e.lost[-1]
     # another pass at the first point may have been discarded before: it did not stand there with
     # these
-    together = {
-        index
-        for group in e.window.kept_apart
-        for _, index in group
-        if (0, e.indices[last]) in group
-    }
+    groups = [group for group in e.window.kept_apart if (0, e.indices[last]) in group]
+    together = {index for _, index in chain.from_iterable(groups)}
     return [
         j for j in e.lost if (not together or e.indices[j] in together) and not e.moved(j, last)
     ]

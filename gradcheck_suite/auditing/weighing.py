@@ -8,7 +8,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, product
 
 import numpy as np
 
@@ -74,18 +74,23 @@ class WindowReadings:
         return len({index for _, index in self.coefficients})
 
     @property
+    def places(self) -> set[Place]:
+        """Where its passes were called."""
+        return {self.window.passes[index].site for _, index in self.coefficients}
+
+    @property
     def is_right(self) -> bool:
         """Whether the losses weigh their items rightly with the coefficients of the passes, as far
         as all are read.
         """
         found = reading_weights.objectives(self.readings[-1], {})
-        terms = [
-            t for _, i in self.coefficients for r in self.window.passes[i].records for t in r.terms
-        ]
+        passes = [self.window.passes[index] for _, index in self.coefficients]
+        records = chain.from_iterable(seen.records for seen in passes)
+        terms = chain.from_iterable(record.terms for record in records)
         return (
             _are_right(found)
-            and not any(t.opaque for t in terms)
-            and all(len(o.parts) > 1 for o in found)
+            and not any(term.opaque for term in terms)
+            and all(len(objective.parts) > 1 for objective in found)
         )
 
     def taken_out(self, found: Sequence[ComparedObjective]) -> float:
@@ -250,7 +255,7 @@ def _objectives_of(
     shares = {1 / (divisor or one.length) for divisor in (one.length, *divisors)} - {1.0}
     totals = set(chain.from_iterable(objective.coefficients.values() for objective in found[0]))
     is_part = any(near(one.factor, share, 1e-5) for share in shares.union(taken_out))
-    is_divided_again = any(near(total, share, 1e-5) for total in totals for share in shares)
+    is_divided_again = any(near(*pair, 1e-5) for pair in product(totals, shares))
     takes_out = len(found) > 1 and any(map(_weighs_one, found[0]))
     is_weight = is_part or is_divided_again or takes_out or _are_right(found[0])
     return found[0] if is_weight else found[-1]
@@ -635,12 +640,12 @@ def _empty(objective: ComparedObjective, window: StepWindow) -> set[Source]:
     """Return the passes of an objective's lines that have no items, and so nothing of it."""
     own = {part.source for part in objective.parts}
     places = {window.passes[index].records[rank].place for rank, index in own}
-    return {
-        (rank, index)
-        for index, seen in window.passes.items()
-        for rank, record in enumerate(seen.records)
-        if record.place in places and any(map(reading_weights.is_empty, record.terms))
-    } - own
+    empty = set[Source]()
+    for index, seen in window.passes.items():
+        for rank, record in enumerate(seen.records):
+            if record.place in places and any(map(reading_weights.is_empty, record.terms)):
+                empty.add((rank, index))
+    return empty - own
 
 
 @dataclass(frozen=True)
@@ -718,13 +723,7 @@ def _named(objectives: Sequence[ComparedObjective]) -> Diagnosis:
     if all(2 * same.sum() > len(same) for same in usual):
         # a special case for the first or the last micro-batch, a loss scale, a coefficient
         return Diagnosis("weighted-by-place", said, causes=("sign",) if observed.min() < 0 else ())
-    # with one coefficient of each pass, each loss went backward once, and the running sum is not
-    # rescaled
-    summed = all(
-        near(p.coefficient, one.parts[0].coefficient, one.tolerance)
-        for one in objectives
-        for p in one.parts
-    )
+    summed = all(map(_is_summed, objectives))
     pattern = next((one for one in PATTERNS if summed and one.holds(found)), None)
     if pattern is not None:
         return Diagnosis(pattern.name, f"{pattern.says}: {said}")
@@ -732,6 +731,15 @@ def _named(objectives: Sequence[ComparedObjective]) -> Diagnosis:
         found[0], found[1:], only=FAULTS.keys() - OF_ACCUMULATION if summed else FAULTS.keys()
     )
     return Diagnosis(named.name, said) if names_nothing(named) else named
+
+
+def _is_summed(objective: ComparedObjective) -> bool:
+    """Return whether each pass has one coefficient.
+
+    Each loss went backward once then, and the running sum is not rescaled.
+    """
+    coefficients = [part.coefficient for part in objective.parts]
+    return all(near(one, coefficients[0], objective.tolerance) for one in coefficients)
 
 
 def _weights(objective: ComparedObjective, count: str, empty: Collection[Source] = ()) -> Weights:
