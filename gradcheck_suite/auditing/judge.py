@@ -789,7 +789,7 @@ class RunJudge:
         # what a GradScaler takes out again, before the step or inside of it, is no part of the
         # weights
         scale = window.step.scale or 1.0
-        left = window.left if self._judges_sums and window.factor is not None else 1.0
+        left = self._left_of(window)
         factors = [1.0] if abs(left - 1) < 1e-3 else [left, 1.0]
         if self._judges_sums and window.divided is not None:
             factors = [window.divided]  # what is clipping is known, and is no part of the weights
@@ -805,6 +805,16 @@ class RunJudge:
             readings,
             factors[0],
         )
+
+    def _left_of(self, window: StepWindow) -> float:
+        """Return by what `.grad` was multiplied after the last pass, beside what a GradScaler takes
+        out; 1 where that is not known.
+        """
+        if not self._judges_sums:
+            return 1.0
+        if window.factor is None and window.factor_of_most:
+            window = replace(window, factor=window.factor_of_most)
+        return window.left if window.factor is not None else 1.0
 
     def _is_sum(self, made: Sequence[WindowReadings]) -> bool:
         """Return whether gradients that are put together by hand are sums over the micro-batches of

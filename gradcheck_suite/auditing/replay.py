@@ -243,6 +243,8 @@ class StepWindow:
         unclipped: by which all of `.grad` had been multiplied after the last pass when torch's
             clipping began; None where it did not, or parameters differ.
         misplaced: parameters that have the gradient of another one -> that one.
+        factor_of_most: by which most elements were multiplied after the last pass, where others were
+            edited; None where there is no such factor.
         edits_slightly: whether sampled elements alone might not have shown an edit after the last
             pass.
     """
@@ -270,6 +272,7 @@ class StepWindow:
     misplaced: Mapping[int, int] = field(default_factory=dict)
     factor_error: float = 0.0
     edits_slightly: bool = False
+    factor_of_most: float | None = None
 
     @property
     def where(self) -> Place:
@@ -976,6 +979,8 @@ class Replay:
             return
         window.coefficients = kept
         _set_edit(window, factors, common, off)
+        if window.edit == FREE:
+            window.factor_of_most = self._factor_of_most(found)
 
     def _factors(self, found: Mapping[int, GradChange]) -> dict[int, float | None]:
         """Return by what the `.grad` of each parameter was multiplied after the last pass.
@@ -1046,6 +1051,23 @@ class Replay:
         states = self._states[0]
         now = np.concatenate([found[key].now[:ELEMENTS] for key in keys])
         return is_mostly(now, np.concatenate([states[key].sample[:ELEMENTS] for key in keys]))
+
+    def _factor_of_most(self, found: Mapping[int, GradChange]) -> float | None:
+        """Return by which factor most of the sampled elements were multiplied, None for none.
+
+        An edit of few elements, such as clipping them, leaves the division before it in the others.
+        """
+        states = self._states[0]
+        then = np.concatenate([states[key].sample[:ELEMENTS] for key in found])
+        now = np.concatenate([one.now[:ELEMENTS] for one in found.values()])
+        stood = then != 0
+        if np.count_nonzero(stood) < FEWEST:
+            return None
+        factors = now[stood] / then[stood]
+        common = float(np.median(factors))
+        unit = max(UNIT_ROUNDOFF[self._dtype(key)] for key in found)
+        is_common = np.abs(factors - common) <= FURTHER_ROUNDINGS * unit * abs(common)
+        return common if 2 * np.count_nonzero(is_common) > len(factors) else None
 
     def _may_be_unseen(self, found: Mapping[int, GradChange], off: Sequence[int]) -> bool:
         """Return whether another edit of the kind may leave all sampled elements as they stood, but

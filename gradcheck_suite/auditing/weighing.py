@@ -540,6 +540,7 @@ def _rows(objective: ComparedObjective, count: str, expected: float) -> tuple[We
         Weight(
             micro_batch=order[part.source[1]],
             where=objective.place.line,
+            # a micro-batch's own reading may lack the count by which the others are compared
             count=part.term.counts.get(count, part.term.counts[part.term.own]),
             expected=expected,
             observed=weight,
@@ -582,6 +583,7 @@ def _division(fault: StepFault, use: ObjectiveInWindow, loss: str) -> Change | N
     if use.alone:
         return None  # others, which are right, may share it
     lines = set(chain.from_iterable(part.term.divisions for part in use.objective.parts))
+    # of several lines it is not known which one divides by the wrong number
     if len(lines) != 1 or lines == {loss} or OF_OTHER_LINES & {fault.name, *fault.causes}:
         return None
     return None if fault.name == "tail-leak" else Change("division", [*lines])
@@ -631,6 +633,7 @@ def _beside_empty(objective: ComparedObjective, window: StepWindow) -> ComparedO
     if objective.status == UNEQUAL or objective.right() or not first.mean or not empty:
         return objective
     mass = objective.weights[0] * first.counts.get(first.own, 0.0)
+    # only a mean over all micro-batches, those without items among them, lacks their share
     if not near(mass * (len(objective.parts) + empty), 1.0, objective.tolerance):
         return objective
     return replace(objective, status=UNEQUAL, named=Diagnosis(MEAN_OF_MEANS, ""))
@@ -682,6 +685,7 @@ def _are_ramps(found: Sequence[Weights]) -> bool:
     for w in found:
         steps += map(float, np.diff(w.per_mean))
     largest = max(float(np.abs(w.per_mean).max()) for w in found)
+    # of several ranks, neighbours in the row are not neighbours in time
     is_known = len(steps) >= FEWEST_NUMBERS and not any(w.owners for w in found)
     tolerance = max(w.tolerance for w in found)
     return is_known and min(map(abs, steps)) > tolerance and np.ptp(steps) <= tolerance * largest

@@ -131,6 +131,28 @@ def test_a_fault_beside_an_edit_of_few_elements_is_found(name, audit_of):
     assert [one.diagnosis for one in result.violations] == [name], result
 
 
+@pytest.mark.parametrize(("division", "said"), [("p.grad.div_(3)", False), ("pass", True)])
+def test_a_division_before_an_edit_of_few_elements_is_seen(division, said, audit_of):
+    passes = """
+    for _ in range(3):
+        loss(torch.randn(8, 16)).backward()
+"""
+    edit = f"for p in model.parameters(): {division}\n    clip_few()"
+    result = audit_of(_script(passes, edit))
+    assert result.verdict == "holds", result
+    assert any(one.name == "coefficient" for one in result.named_findings) is said
+
+
+def test_a_second_division_before_an_edit_of_few_elements_is_found(audit_of):
+    passes = """
+    for _ in range(3):
+        (loss(torch.randn(8, 16)) / 3).backward()
+"""
+    edit = "for p in model.parameters(): p.grad.div_(3)\n    clip_few()"
+    result = audit_of(_script(passes, edit))
+    assert [one.diagnosis for one in result.violations] == ["wrong-scale"], result
+
+
 def test_what_one_window_left_open_is_settled_by_edited_ones(audit_of):
     """A state that the forward changes is not kept of the first window's calls, and is of the next
     ones, which are edited.
