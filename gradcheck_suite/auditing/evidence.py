@@ -222,6 +222,7 @@ class WindowEvidence:
         last = self.required[-1] if other is None else other
         here = self.record(column).points
         there = self.record(last).points
+        # a parameter that was frozen in one of them has no checksum there
         both = [k for k in self.window.keys if k in here and k in there]
         return any(here[k] != there[k] for k in both)
 
@@ -288,7 +289,7 @@ def evidence_of(window: StepWindow) -> WindowEvidence:
     largest = np.full(shape[1:], np.nan)
     values = _values(window.coefficients, indices, ranks)
     for rank in range(ranks):
-        # negated, so that every number takes the place of NaN
+        # not `>`: that is False beside the NaN with which the maximum begins
         larger = told[rank] & ~(np.abs(values[rank]) <= np.abs(largest))
         largest = np.where(larger, values[rank], largest)
     return WindowEvidence(
@@ -304,7 +305,7 @@ def evidence_of(window: StepWindow) -> WindowEvidence:
 
 def _arrived(arrivals: Mapping[int, str], keys: Sequence[int]) -> Mask:
     """Return (keys,), at which of the parameters something has arrived."""
-    # the usual case, without a look-up for each parameter
+    # the usual case, in which each pass reaches every parameter, takes one comparison of sets
     if len(arrivals) >= len(keys) and arrivals.keys() >= {*keys}:
         return np.ones(len(keys), bool)
     return np.array([key in arrivals for key in keys], bool)

@@ -182,7 +182,7 @@ def compare_terms(parts: Sequence[LossInWindow], key: Key = ()) -> ComparedObjec
     levels = [_levels(part.term, with_factor=with_factor) for part in parts]
     best: ComparedObjective | None = None
     faults: list[ComparedObjective] = []
-    # from the outermost reduction inwards: the first level with equal weights is the objective's
+    # means of unequal counts are unequal outside, and may be equal below: each level is compared
     for depth in range(min(map(len, levels))):
         weights = [
             level[depth][0] * part.coefficient for level, part in zip(levels, parts, strict=True)
@@ -204,6 +204,7 @@ def compare_terms(parts: Sequence[LossInWindow], key: Key = ()) -> ComparedObjec
                 weights[0],
                 counts,
             )
+            # a count of an inner level is another number than that of the same name outside
             at = "" if best.counts is counts else f"@{depth}"
             found = {name + at: weights[0] * sum(count) for name, count in counts.items()}
             best = replace(best, coefficients={**best.coefficients, **found})
@@ -288,6 +289,7 @@ def coefficient(w: Weights) -> float:
     A micro-batch whose sign is flipped takes nothing from C.
     """
     whole = float(np.abs(w.per_mean).mean()) * len(w.window) if w.inside else 0.0
+    # an item that weighs one over the count shows that the loss has no other coefficient
     own = any(near(ratio, 1.0, 1e-3) for ratio in w.ratio) or near(
         whole, w.accumulation_steps, 1e-3
     )
@@ -354,7 +356,7 @@ def _plain(terms: Sequence[Term]) -> Term:
 
 def _as_chunks(plain: Term, terms: Sequence[Term]) -> Term | None:
     """Return chunks of one batch as one term."""
-    # chunks of one batch have one divisor, so their items weigh the same
+    # chunks share one reduction: their weights differ by rounding alone
     if spread(_weights_of(terms)) > 1e-6:
         return None
     items = [term.item for term in terms if term.item is not None]
@@ -367,6 +369,7 @@ def _as_chunks(plain: Term, terms: Sequence[Term]) -> Term | None:
 
 def _as_blend(plain: Term, terms: Sequence[Term]) -> Term | None:
     """Return terms over the same items as one."""
+    # the terms of mixup are each over all items: other counts are of other items
     if any(term.counts != terms[0].counts for term in terms):
         return None
     return replace(plain, weight=sum(_weights_of(terms)))
@@ -391,7 +394,7 @@ def is_read(term: Term) -> bool:
         term.opaque
         or term.partial
         or not term.weight
-        # NaN
+        # NaN, as of a mean over no items
         or term.weight != term.weight
         or is_empty(term)
     )
@@ -439,6 +442,7 @@ def _in_modes(
     for mode in _modes_of(by_pass, numbers):
         table = {source: _merged(mode, terms) for source, terms in by_pass.items()}
         columns = set(map(len, table.values()))
+        # where passes have different numbers of terms, the k-th of one is not the k-th of another
         if len(columns) != 1 or 0 in columns:
             continue
         found[mode] = [
@@ -536,7 +540,7 @@ def _together(several: Sequence[ComparedObjective]) -> ComparedObjective | None:
     parts = list[LossInWindow]()
     for one in several:
         parts += one.parts
-    # a pass with two of them adds up two losses, which are no micro-batches of one
+    # both in one pass: they are two losses, and not one that was written twice
     if len({part.source for part in parts}) != len(parts):
         return None
     # any of them, but the same one each time
@@ -558,7 +562,7 @@ def best_modes(readings: Sequence[Sequence[Reading]]) -> dict[Key, list[str]]:
                     sum(one.cost for one in several) / len(several) if several else 5.0
                     for several in found
                 ]
-                # the mean of chunks forgives most, so it has to fit better than the others
+                # a mean weight fits nearly anything: another mode that fits as well goes before it
                 further = 0.5 if mode == BATCH else 0.0
                 fits[top][mode] += min(costs) + further  # type: ignore[assignment]
     return {key: sorted(MODES, key=costs.__getitem__) for key, costs in fits.items()}
