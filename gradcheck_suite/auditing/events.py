@@ -27,6 +27,8 @@ KEPT = "kept"
 TOUCHED = "touched"
 BY_HAND = "by hand"
 LATE = "late"
+FREE = "free"
+"""An edit of `.grad` that nothing explains."""
 
 Column = dict[int, Any]
 """Key of a parameter -> a sample, which may lie on a device, or None."""

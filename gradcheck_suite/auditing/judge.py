@@ -181,6 +181,8 @@ class RunJudge:
         skipped: steps of which nothing was -> why.
         counted: steps that were not recorded, since the budget does not pay for them.
         has_copies: whether an optimizer steps on copies of the parameters.
+        edits_slightly: whether the program has edited `.grad` such that a later edit may show in no
+            sampled element.
         ranks_train_apart: whether a step's gradients were not reduced over the ranks, and nothing
             wraps the model: each rank may train by itself.
     """
@@ -198,7 +200,7 @@ class RunJudge:
         self.window: StepWindow | None = None
         self._last: dict[int, StepWindow] = {}
         self.used: Mapping[Source, float] = {}
-        self.ranks_train_apart = self.has_copies = False
+        self.ranks_train_apart = self.has_copies = self.edits_slightly = False
         self.counted: list[range] = []
         self._known: set[int] | None = None
         self._by_hand: set[str] = set()
@@ -449,6 +451,7 @@ class RunJudge:
         self._of_step = []
         optimizer = window.optimizer
         self.has_copies = self.has_copies or window.copies
+        self.edits_slightly = self.edits_slightly or window.edits_slightly
         self._note_reached(window)
         if not self._judge_step(window, has_unseen=any(step.has_unseen for step in steps)):
             return

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from gradcheck_suite.auditing.events import BY_HAND, PassRecord
+from gradcheck_suite.auditing.events import BY_HAND, FREE, PassRecord
 from gradcheck_suite.auditing.evidence import (
     Columns,
     Mask,
@@ -289,7 +289,7 @@ def _is_fitted(e: E) -> bool:
 
 def _edited(e: E) -> Fit | None:
     """Return the fit of a `.grad` that is edited after the last pass."""
-    return e.window.fit if e.window.edit == "free" else None
+    return e.window.fit if e.window.edit == FREE else None
 
 
 def _is_hidden(fit: Fit) -> bool:
@@ -759,11 +759,11 @@ def _is_hooked(e: E) -> Found:
 
 def _is_written(e: E) -> bool:
     """Ask whether results of `torch.autograd.grad` are beside an edit that nothing explains."""
-    return e.window.edit == "free" and bool(e.by_hand.any())
+    return e.window.edit == FREE and bool(e.by_hand.any())
 
 
 def _is_edited(e: E) -> Found:
-    return Sighting(where=_at_step(e)) if e.window.edit == "free" else None
+    return Sighting(where=_at_step(e)) if e.window.edit == FREE else None
 
 
 # Where `.grad` was changed.

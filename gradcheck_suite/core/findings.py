@@ -393,6 +393,7 @@ def finding(
         where: the place, or None.
         remedy: what to do, in place of that of the row; empty for nothing.
     """
+    # a finding that is a fault in `verify` has the same name there, so that one entry accepts both
     row = FINDINGS.get(name) or _of_fault(name)
     place = None if where is None else str(where)
     remedy = row.remedy if remedy is None else remedy
