@@ -603,14 +603,6 @@ SENTENCES = {
         "the term that custom function {name} adds by itself has weight 1 in each of {number}"
         " micro-batches, and not 1/{number}"
     ),
-    "redrawn again": (
-        "a checkpoint calls a module ({module}) again inside of the backward, and it draws other"
-        " random numbers than in the forward"
-    ),
-    "redrawn": (
-        "a checkpoint draws other random numbers in backward than in the forward"
-        " (`preserve_rng_state=False`?)"
-    ),
     "other again": (
         "what a checkpoint computes again in the backward is not what the forward has computed: with"
         " the checkpoint the window's gradient is that of the program, and without it, from the same"
@@ -626,11 +618,6 @@ SENTENCES = {
         "`.grad` is twice the gradient of the last micro-batch, and has nothing of those before: a"
         " function returns memory of its own as a gradient, which became `.grad`, and writes to it"
         " in each backward"
-    ),
-    "redrawn of python": (
-        "a checkpoint calls a module ({module}) again inside of the backward, and it draws other"
-        " random numbers of Python or numpy than in the forward, which a checkpoint does not put"
-        " back"
     ),
     "written": "custom function {name}: {fault}",
     "changed-batch": (
@@ -886,7 +873,8 @@ def _compute(asked: RecomputeRequest, result: RecomputeResult) -> None:
     elif modes:
         _judge_modes(asked, parts, modes, result)
     else:
-        _judge_draws(asked, parts, replayed, difference, result)
+        if any(found.checkpoints.number for found in replayed):
+            _judge_checkpoints(asked, parts, result)
         _note_tensor_hooks(asked, parts, replayed, result)
     if result.name is None:
         _judge_age(asked, parts, result)
@@ -925,29 +913,6 @@ def _judge_checkpoints(
     opened, _, replayed = _computed(asked, parts, ReplayOptions(opened=True))
     if opened.worst is not None and not any(map(_lost_by, parts, replayed)):
         _blame("wrong-backward", SENTENCES["other again"], opened, result)
-
-
-def _judge_draws(
-    asked: RecomputeRequest,
-    parts: Sequence[RecordedCall],
-    replayed: Sequence[ReplayResult],
-    difference: GradDifference,
-    result: RecomputeResult,
-) -> None:
-    """Judge what a checkpoint draws, or computes, again inside of the backward."""
-    own = [found for found in replayed if not found.functions]  # those draw on purpose
-    if any(found.random and found.redrawn for found in own):
-        _blame("wrong-backward", SENTENCES["redrawn"], difference, result)
-        return
-    modules = [found.redrawn_of_python for found in own if found.redrawn_of_python]
-    if modules:
-        # what is called again may draw nothing
-        as_drawn, _, _ = _computed(asked, parts, ReplayOptions(as_drawn=True))
-        if as_drawn.worst is not None:
-            sentence = SENTENCES["redrawn of python"].format(module=modules[0])
-            _blame("wrong-backward", sentence, as_drawn, result)
-    if result.name is None and any(found.checkpoints.number for found in replayed):
-        _judge_checkpoints(asked, parts, result)
 
 
 def _is_that_of_one_batch(
@@ -1009,8 +974,6 @@ def _holds_in_turn(
     total, replayed = by_micro_batch(parts, ReplayOptions())
     compared = total.gradients.keys() & asked.compared.keys() & turn.arrived.keys()
     if not compared or total.functions - asked.known:
-        return False
-    if any((found.random and found.redrawn) or found.redrawn_of_python for found in replayed):
         return False
     if any(map(_lost_by, parts, replayed)):
         return False
