@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from gradcheck_suite.auditing.custom_functions import NOT_SEEN
-from gradcheck_suite.auditing.events import Event, Gap, PassRecord, copy_to_host
+from gradcheck_suite.auditing.events import FREE, Event, Gap, PassRecord, copy_to_host
 from gradcheck_suite.auditing.function_calls import (
     CallsOfProgram,
     FunctionKey,
@@ -379,7 +379,7 @@ class TorchAudit:
         self._schedule = Schedule(self.options, on_ranks=self._ranks is not None)
         self._recorder = Recorder(
             self._receive,
-            lambda: self._schedule.whole or self._is_of_kept,
+            self._samples_whole,
             self._resumes,
             self._pass_begins,
             self._schedule.forget,
@@ -578,6 +578,14 @@ class TorchAudit:
         """
         return self._schedule.full or self._is_of_kept
 
+    def _samples_whole(self) -> bool:
+        """Return whether gradients are sampled as a whole.
+
+        In a window that is computed again any edit shows, which would else be a difference without a
+        reason. Where a program edits few elements, or all of them by little, each of its edits does.
+        """
+        return self._is_full() or self._judge.edits_slightly
+
     def _pass_begins(self) -> bool:
         """Return whether the window that runs is computed again; a pass of it begins."""
         if self._is_full():
@@ -768,9 +776,18 @@ class TorchAudit:
     def _recompute(self, window: StepWindow) -> None:
         violation = self._judge.of_last_step()
         weights = self._weights_of(window, violation)
-        if not weights or window.edit is not None or self._recorder.is_off(WINDOW_AGAIN):
+        is_edited = window.edit == FREE and violation is None
+        if window.edit is not None and not is_edited:
+            return
+        if not weights or self._recorder.is_off(WINDOW_AGAIN):
             return
         asked, ids = self._asked(window, weights, violation)
+        if is_edited:
+            # the edit is the program's decision: what the passes have brought is compared
+            brought = window.brought_by(weights)
+            asked = asked.of_arrivals({ids[key]: brought[key] for key in brought.keys() & ids})
+            if not asked.observed:
+                return
         with self._alone():
             found = recompute(asked)
         self._note_recomputed(found, window.optimizer)

@@ -119,16 +119,23 @@ class RecordedCall:
         cotangents: index of an output -> the gradient that it received.
         index: of the pass among the window's.
         weight: by which the gradients are multiplied.
+        is_sampled: whether projections of its gradients are compared, and not all of their
+            elements.
     """
 
     forward: ModuleCall
     cotangents: dict[int, torch.Tensor]
     index: int
     weight: float = 1.0
+    is_sampled: bool = False
 
 
 def recorded_calls(
-    passes: Sequence[ActivePass], weights: Sequence[float], unseen: str = UNSEEN
+    passes: Sequence[ActivePass],
+    weights: Sequence[float],
+    unseen: str = UNSEEN,
+    *,
+    is_sampled: bool = False,
 ) -> list[RecordedCall]:
     """Return the recorded calls of a window.
 
@@ -136,6 +143,7 @@ def recorded_calls(
         passes: the backward passes.
         weights: of each pass.
         unseen: why a call may not be recorded.
+        is_sampled: whether projections of gradients are compared, and not all of their elements.
 
     Raises:
         NotRecomputed: no call was recorded in some pass, or an input was changed in place.
@@ -163,6 +171,7 @@ def recorded_calls(
                     dict(received),
                     index,
                     weight,
+                    is_sampled,
                 )
             )
     return parts
@@ -249,16 +258,26 @@ class AccumulatedGradient:
     dtype: str | None = None
     functions: frozenset[type] = frozenset()
 
-    def add(self, found: ReplayResult, weight: float) -> None:
-        """Add a contribution."""
+    def add(self, found: ReplayResult, weight: float, *, is_sampled: bool = False) -> None:
+        """Add a contribution, or projections of it."""
         self.terms += 1
         self.functions |= found.functions
         for key, gradient in found.gradients.items():
             scaled = gradient * weight if weight != 1 else gradient
+            self.sizes[key] = self.sizes.get(key, 0.0) + norm(scaled)
+            if is_sampled:
+                scaled = _projections(read_samples([sample(scaled, whole=True)])[0])
             self.gradients[key] = (
                 add_gradients(self.gradients[key], scaled) if key in self.gradients else scaled
             )
-            self.sizes[key] = self.sizes.get(key, 0.0) + norm(scaled)
+
+
+def _projections(sampled: Vector) -> torch.Tensor:
+    """Return the projections of a gradient, so that their 2-norm is about that of the gradient.
+
+    With random signs, the square of each of them is that of the norm in the mean.
+    """
+    return torch.from_numpy(sampled[ELEMENTS:] / PROJECTIONS**0.5)
 
 
 def by_micro_batch(
@@ -275,7 +294,7 @@ def by_micro_batch(
         )
     for part in parts:
         found = replay(part.forward, part.forward.arguments, part.cotangents, how)
-        total.add(found, part.weight)
+        total.add(found, part.weight, is_sampled=part.is_sampled)
         replayed.append(replace(found, gradients={}))
     return total, replayed
 
@@ -386,7 +405,7 @@ def in_one_batch(parts: Sequence[RecordedCall]) -> AccumulatedGradient | None:
     if not _same_outputs(parts, found, concatenated.rows):
         return None
     total = AccumulatedGradient()
-    total.add(found, 1.0)
+    total.add(found, 1.0, is_sampled=parts[0].is_sampled)
     total.terms = sum(concatenated.rows)
     return total
 
@@ -716,6 +735,8 @@ class RecomputeRequest:
         known: the custom functions that were judged before; new ones are added.
         used_at: id of a parameter -> a line that uses it, where that is known.
         turn: the one pass that is enough where it shows nothing; None where all are asked for.
+        is_sampled: whether `observed` has projections of what the passes have brought to each
+            parameter, in place of a `.grad` that was edited after them.
     """
 
     passes: Sequence[ActivePass]
@@ -726,6 +747,26 @@ class RecomputeRequest:
     known: set[FunctionKey]
     used_at: Mapping[int, str] = field(default_factory=dict)
     turn: PassInTurn | None = None
+    is_sampled: bool = False
+
+    def of_arrivals(self, brought: Mapping[int, Vector]) -> RecomputeRequest:
+        """Return the same of what the passes have brought, in place of `.grad`.
+
+        Args:
+            brought: id of a parameter -> a sample of that, as a whole.
+        """
+        projections = {
+            # bounds are those of the dtype in which gradients are added up
+            key: _projections(brought[key]).to(now.dtype.to_real())
+            for key, now in self.observed.items()
+            if key in brought
+        }
+        return replace(self, observed=projections, factor=1.0, turn=None, is_sampled=True)
+
+    @property
+    def subject(self) -> str:
+        """What is compared, in a sentence."""
+        return "what has arrived in `.grad`" if self.is_sampled else "`.grad`"
 
     @property
     def outside(self) -> set[int]:
@@ -840,7 +881,12 @@ def _common_modes(
 
 
 def _compute(asked: RecomputeRequest, result: RecomputeResult) -> None:
-    received = recorded_calls(asked.passes, asked.weights, asked.unseen(asked.observed))
+    received = recorded_calls(
+        asked.passes,
+        asked.weights,
+        asked.unseen(asked.observed),
+        is_sampled=asked.is_sampled,
+    )
     modes = _common_modes(received, asked.passes)
     if asked.turn is not None and not modes and _holds_in_turn(asked, asked.turn, received, result):
         return
@@ -1404,7 +1450,7 @@ def _refuse_difference(
         NotRecomputed: always.
     """
     by = (
-        f"`.grad` differs from the gradient of the window that is computed again by"
+        f"{asked.subject} differs from the gradient of the window that is computed again by"
         f" {found.error:.2g} of its size, {found.ratio:.3g} times what rounding explains"
     )
     if any(part.forward.has_hooked_output for part in parts):

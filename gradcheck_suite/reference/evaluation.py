@@ -314,19 +314,23 @@ class Tapes:
         """Return the programs whose calls wait."""
         return [sample.request for sample in list(self._samples.values())]
 
-    def check_one(self, by_xla: Callable[..., Tree]) -> None:
-        """Check a call that waits.
+    def check(self, most: int, by_xla: Callable[[Sequence[Sample]], Sequence[Tree]]) -> None:
+        """Check some of the calls that wait.
 
         Args:
-            by_xla: (request, arguments) -> what XLA computes.
+            most: how many.
+            by_xla: returns what XLA computes for each of some calls.
         """
-        try:
+        taken: dict[Hashable, Sample] = {}
+        while self._samples and len(taken) < most:
             key, sample = self._samples.popitem(last=False)
-        except KeyError:  # another thread took it
+            taken[key] = sample
+        if not taken:
             return
-        found = difference(
-            sample, [np.asarray(a) for a in leaves(by_xla(sample.request, *sample.arguments))]
-        )
+        for (key, sample), tree in zip(taken.items(), by_xla([*taken.values()]), strict=True):
+            self._note_check(key, difference(sample, [np.asarray(a) for a in leaves(tree)]))
+
+    def _note_check(self, key: Hashable, found: str | None) -> None:
         self.checked += 1
         if found is not None:
             self._programs[key] = None  # XLA computes it from now on

@@ -39,6 +39,7 @@ from gradcheck_suite.reference.evaluation import (
     evaluator,
     shapes,
 )
+from gradcheck_suite.reference.together import MOST, Together
 from gradcheck_suite.run.environment import (
     CACHE_VARIABLE,
     expect_cache_folder,
@@ -70,7 +71,7 @@ def kept_files() -> Path | None:
     return folder
 
 
-def _keep(path: Path, payload: bytes) -> None:
+def _write(path: Path, payload: bytes) -> None:
     """Write a file whole or not at all.
 
     Ignore a folder that cannot be written, since this is only a cache.
@@ -239,13 +240,13 @@ class CompiledPrograms:
 
         def check() -> None:
             try:
-                # a process that ends waits for one program, not for all
+                # a process that ends waits for a few programs, not for all
                 while self._tapes.waiting and main_thread().is_alive():
-                    self._tapes.check_one(by_xla.run)
+                    self._tapes.check(MOST, together.results)
             except Exception as error:
                 self._failure = error
 
-        by_xla = CompiledPrograms(maximum=self._maximum, platform=self._platform)
+        together = Together(CompiledPrograms(maximum=self._maximum, platform=self._platform))
         self._checking = Thread(target=check, name="XLA checks numpy")
         self._checking.start()
 
@@ -301,7 +302,7 @@ class CompiledPrograms:
         """
         program = self._programs.get(request.key)
         if program is None:
-            path = self._path(request.key) if store else None
+            path = self.path(request.key) if store else None
             program = self._found(request, path, once=few or not store)
             self._keep(request.key, program)
         else:
@@ -321,7 +322,7 @@ class CompiledPrograms:
         for request in requests:
             if request.key in self._programs:
                 continue
-            path = self._path(request.key)
+            path = self.path(request.key)
             if path is not None and path.exists():
                 program = _pool(os.getpid()).submit(self._found, request, path)
             else:
@@ -333,7 +334,7 @@ class CompiledPrograms:
         if len(self._programs) > self._maximum:
             self._programs.popitem(last=False)
 
-    def _path(self, key: Hashable) -> Path | None:
+    def path(self, key: Hashable) -> Path | None:
         """Return where a program is stored, or None for no store."""
         folder = kept_files() if self._platform == "cpu" else None
         return None if folder is None else folder / hashlib.sha256(repr(key).encode()).hexdigest()
@@ -342,10 +343,25 @@ class CompiledPrograms:
         self, request: ProgramRequest, path: Path | None, once: bool = False
     ) -> Callable[..., Any]:
         """Return a program from disk, or compile it where there is none."""
-        program: Callable[..., Any] = self._load(path) or self._lowered(request, path, once)()
+        program: Callable[..., Any] = self.load(path) or self._lowered(request, path, once)()
         return program
 
-    def _load(self, path: Path | None) -> Callable[..., Any] | None:
+    @staticmethod
+    def keep(path: Path, payload: bytes) -> None:
+        """Store a file, where the folder can be written."""
+        _write(path, payload)
+
+    @staticmethod
+    def payload(path: Path) -> bytes | None:
+        """Return a stored file's contents; None where there is none, or others may have written it."""
+        if not path.exists() or not is_owned_by_user(path):
+            return None
+        try:
+            return path.read_bytes()
+        except OSError:
+            return None
+
+    def load(self, path: Path | None) -> Callable[..., Any] | None:
         """Return a stored program, or None where there is none or its file is damaged."""
         if path is None or not path.exists() or not is_owned_by_user(path):
             return None
@@ -399,7 +415,7 @@ def _compile(
                 raise
             _UNKNOWN.update(unknown)
     if path is not None and not _is_incomplete(compiled):
-        _keep(path, pickle.dumps(serialize_executable.serialize(compiled)))
+        _write(path, pickle.dumps(serialize_executable.serialize(compiled)))
     return compiled
 
 

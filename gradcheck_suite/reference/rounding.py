@@ -265,6 +265,58 @@ FORWARD_NORMS: dict[Any, Callable[..., Any]] = {
 """Operations -> functions with their arguments and results."""
 
 
+def layer_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    shape: Sequence[int],
+    mean: Tensor,
+    scale: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    wanted: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Compute `aten.native_layer_norm_backward`, operation by operation as torch's decomposition.
+
+    That one asks a symbolic shape whether it is empty, and so imports sympy, which takes a second
+    of the processor (torch/_decomp/decompositions.py).
+
+    Args:
+        grad: the gradient of the output, as large as `x`.
+        x: the input, whose last axes are normalized.
+        shape: the sizes of the axes that are normalized.
+        mean: over these axes.
+        scale: one over the standard deviation.
+        weight: of these sizes, or None.
+        bias: of these sizes, or None.
+        wanted: whether the gradients of input, weight and bias are wanted.
+    """
+    inner = list(range(x.dim() - len(shape), x.dim()))
+    outer = list(range(x.dim() - len(shape)))
+    number = math.prod(shape)
+    # torch computes those of a low precision in float32
+    is_low = x.dtype in (torch.bfloat16, torch.float16)
+    dtype = torch.float32 if is_low else x.dtype
+    grad_wide, x_wide = (
+        tensor.to(dtype, memory_format=torch.contiguous_format) for tensor in (grad, x)
+    )
+    normalized = (x_wide - mean) * scale
+    into_normalized = grad_wide if weight is None else grad_wide * weight.to(dtype)
+    multiple = into_normalized * number
+    along = into_normalized.sum(inner, keepdim=True)
+    across = (into_normalized * normalized).sum(inner, keepdim=True)
+    shared = normalized * across
+    centred = multiple - along - shared
+    into_x = ((scale / number) * centred).to(x.dtype) if wanted[0] else None
+    into_weight: Tensor | None = None
+    if wanted[1] and weight is not None:
+        terms = grad_wide * normalized
+        into_weight = (terms.sum(outer) if outer else terms).to(weight.dtype)
+    into_bias: Tensor | None = None
+    if wanted[2] and bias is not None:
+        into_bias = (grad_wide.sum(outer) if outer else grad_wide.clone()).to(bias.dtype)
+    return into_x, into_weight, into_bias
+
+
 def batch_norm_of_stored(
     rounded: Callable[[Tensor], None],
     x: Tensor,
@@ -619,13 +671,13 @@ def _decompositions(*, inside: bool) -> dict[Any, Any]:
     """
     aten = torch.ops.aten
     names = (
-        "native_layer_norm_backward",
         "native_group_norm_backward",
         "native_batch_norm_backward",
     )
     stepwise = (*names, "gelu_backward") if inside else names
     found = {
         **get_decompositions([getattr(aten, name) for name in stepwise]),
+        aten.native_layer_norm_backward.default: layer_norm_backward,
         aten._scaled_dot_product_flash_attention_for_cpu.default: attention,
         aten._scaled_dot_product_flash_attention_for_cpu_backward.default: AttentionBackward(
             inside

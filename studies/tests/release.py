@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 import tomllib
 import zipfile
 from collections.abc import Iterator
@@ -80,7 +81,7 @@ def published_readme(wheel: Path) -> str:
 
 
 def run(*command: str | Path, cwd: Path = ROOT) -> None:
-    """Run a command and show it.
+    """Run a command, show it, and say how long it took.
 
     Raises:
         SystemExit: it failed.
@@ -91,9 +92,12 @@ def run(*command: str | Path, cwd: Path = ROOT) -> None:
         for name, value in os.environ.items()
         if name not in ("PYTHONPATH", "PYTHONHOME")
     }
-    if status := subprocess.run(
+    began = time.monotonic()
+    status = subprocess.run(
         [str(word) for word in command], cwd=cwd, env=alone, check=False
-    ).returncode:
+    ).returncode
+    print(f"release: {time.monotonic() - began:.0f} s", flush=True)
+    if status:
         raise SystemExit(f"release: status {status} of {' '.join(map(str, command))}")
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from gradcheck_suite.cli import exit_status
 from tests.cli.test_usage import assert_one_line
+from tests.script.alone import run_alone
 
 pytestmark = pytest.mark.usefixtures("ranks")
 FILE = """
@@ -46,32 +47,37 @@ def test_a_users_loop_and_problem_run_in_every_rank(run, project):
 
 
 @pytest.mark.full
-def test_a_violation_of_ranks_is_stored_as_a_case_to_replay_without_a_script(run, project):
+def test_a_violation_of_ranks_is_stored_as_a_case_to_replay_and_a_script(run, project):
     (project / "own.py").write_text(FILE.replace("dist.all_reduce(total)", "pass"))
     options = "--ranks 2 --examples 1 --assume busy-ranks"
     outcome = run(*f"verify own.py:train --problem loops.py:PROBLEM {options}".split())
     assert outcome.status == exit_status.VIOLATED
     assert "mean-of-means" in outcome.out
-    assert "script" not in outcome.out
+    (script,) = project.glob("reports/counterexamples/*.py")
+    # the file of the problem imports the suite for its Problem
+    shown = run_alone(script.read_text(), missing=("tests", "jax"))
+    assert shown.status == exit_status.VIOLATED
     (case,) = project.glob("reports/counterexamples/*.json")
     again = run(*f"replay {case}".split())
     assert again.status == exit_status.VIOLATED
     assert "mean-of-means" in again.out
 
 
-@pytest.mark.full
-def test_a_file_that_a_rank_cannot_import_is_one_line(run, project):
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        pytest.param(
+            "late.py:train --ranks 2 --examples 1",
+            "no rank may import this",
+            marks=pytest.mark.full,
+        ),
+        ("all_reduce/zero_ --ranks 2 --device cuda", "torch"),
+        ("ddp/zero_", "ddp/zero_ trains on several ranks: give --ranks 2, 3 or 4"),
+    ],
+)
+def test_ranks_that_cannot_start_are_one_line(run, project, arguments, said):
     (project / "late.py").write_text(TOO_LATE)
-    assert_one_line(
-        run(*["verify", "late.py:train", "--ranks", "2", "--examples", "1"]),
-        "no rank may import this",
-    )
-
-
-def test_ranks_that_cannot_start_are_one_line(run):
-    assert_one_line(
-        run(*["verify", "all_reduce/zero_", "--ranks", "2", "--device", "cuda"]), "torch"
-    )
+    assert_one_line(run("verify", *arguments.split()), said)
 
 
 def test_a_backend_that_torch_lacks_is_one_line(run, monkeypatch):
@@ -79,12 +85,6 @@ def test_a_backend_that_torch_lacks_is_one_line(run, monkeypatch):
     assert_one_line(
         run(*["verify", "all_reduce/zero_", "--ranks", "2"]),
         "2 ranks on cpu need the backend gloo, which torch",
-    )
-
-
-def test_a_loop_over_ranks_needs_ranks(run, project):
-    assert_one_line(
-        run("verify", "ddp/zero_"), "ddp/zero_ trains on several ranks: give --ranks 2, 3 or 4"
     )
 
 

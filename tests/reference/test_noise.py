@@ -9,6 +9,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch._decomp import get_decompositions
 from torch.nn import functional as F  # noqa: N812 - as everyone calls it
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec
@@ -21,6 +22,7 @@ from gradcheck_suite.reference.rounding import (
     RandomRounding,
     RoundingErrors,
     attention,
+    layer_norm_backward,
 )
 from gradcheck_suite.run.instance import generated_instance, user_instance
 
@@ -326,3 +328,37 @@ def test_a_normalization_of_close_numbers_has_the_rounding_error_of_their_mean(n
         # torch computes the others in float32 there, and rounds at the end
         near = (normalized(CLOSE, *affine) - exact).abs().max() < 2.0**-5 * exact.abs().max()
     assert near == (name != "batch")
+
+
+def _layer_norm_gradients(shape, dtype, is_affine):
+    """Return torch's decomposition, and the arguments of a call of it."""
+    aten = torch.ops.aten
+    theirs = get_decompositions([aten.native_layer_norm_backward])
+    x, grad = (torch.randn(4, 2, 3).to(dtype) for _ in range(2))
+    weight, bias = (torch.randn(shape).to(dtype) if is_affine else None for _ in range(2))
+    _, mean, scale = torch.native_layer_norm(x, shape, weight, bias, 1e-5)
+    arguments = (grad, x, shape, mean, scale, weight, bias)
+    return theirs[aten.native_layer_norm_backward.default], arguments
+
+
+def _equal(found, expected):
+    return all(
+        own is other or torch.equal(own, other) for own, other in zip(found, expected, strict=True)
+    )
+
+
+@pytest.mark.parametrize("wanted", [(True, True, True), (False, True, False)], ids=str)
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (4, 2, 3)], ids=str)
+@pytest.mark.parametrize("is_affine", [True, False])
+def test_the_gradient_of_a_layer_norm_is_that_of_torchs_decomposition(shape, is_affine, wanted):
+    """To the bit, also with rounding errors: torch's own imports sympy, which takes a second."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        theirs, arguments = _layer_norm_gradients(shape, dtype, is_affine)
+        assert _equal(layer_norm_backward(*arguments, wanted), theirs(*arguments, wanted))
+    theirs, arguments = _layer_norm_gradients(shape, torch.float64, is_affine)
+    for seed in (0, 1):
+        with RandomRounding(seed):
+            own = layer_norm_backward(*arguments, wanted)
+        with RandomRounding(seed):
+            expected = theirs(*arguments, wanted)
+        assert _equal(own, expected)

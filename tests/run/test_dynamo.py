@@ -66,3 +66,23 @@ WITHOUT = """
 
 def test_modes_and_masks_import_no_compiler():
     subprocess.run([sys.executable, "-c", textwrap.dedent(WITHOUT)], check=True)
+
+
+NORMALIZED = """
+    import sys
+    import torch
+    from gradcheck_suite.run import environment
+
+    environment.set_precision()
+    from gradcheck_suite.reference.rounding import RandomRounding
+
+    with RandomRounding(0, torch.float64):
+        layer = torch.nn.LayerNorm(3, dtype=torch.float64)
+        layer(torch.rand(4, 3, dtype=torch.float64)).sum().backward()
+    assert layer.weight.grad is not None
+    assert "sympy" not in sys.modules
+"""
+
+
+def test_the_gradient_of_a_layer_norm_imports_no_compiler():
+    subprocess.run([sys.executable, "-c", textwrap.dedent(NORMALIZED)], check=True)
