@@ -234,12 +234,13 @@ class FunctionUnderTest:
             for part in module.modules():
                 holders[id(part._parameters)] = part._parameters
                 holders[id(part._buffers)] = part._buffers
-        own = [
-            (held, name, tensor)
-            for held in holders.values()
-            for name, tensor in held.items()
-            if isinstance(tensor, torch.Tensor)
-        ]
+        own = list[tuple[dict[str, Any], str, torch.Tensor]]()
+        for held in holders.values():
+            own += [
+                (held, name, tensor)
+                for name, tensor in held.items()
+                if isinstance(tensor, torch.Tensor)
+            ]
         copies = {
             id(tensor): _to(tensor, dtype).clone().requires_grad_(tensor.requires_grad)
             for _, _, tensor in own

@@ -298,12 +298,14 @@ def _bound(arguments: Sequence[Any]) -> list[Bound]:
         id(value): index for index, value in enumerate(arguments) if isinstance(value, torch.Tensor)
     }
     parts = chain.from_iterable(module.modules() for module in reached(arguments).modules)
-    return [
-        Bound(part._parameters, name, places[id(parameter)])
-        for part in parts
-        for name, parameter in part._parameters.items()
-        if id(parameter) in places
-    ]
+    found = list[Bound]()
+    for part in parts:
+        found += [
+            Bound(part._parameters, name, places[id(parameter)])
+            for name, parameter in part._parameters.items()
+            if id(parameter) in places
+        ]
+    return found
 
 
 # Recording

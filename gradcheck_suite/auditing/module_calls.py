@@ -837,10 +837,13 @@ def backward_hooks(module: torch.nn.Module) -> list[str]:
 
 def _without_hooks(module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
     """Switch off backward hooks."""
-    hooks = [vars(part)[name] for part in module.modules() for name in _HOOKS]
-    return _emptied(
-        [*hooks, module_hooks._global_backward_hooks, module_hooks._global_backward_pre_hooks]
-    )
+    hooks: list[Any] = [
+        module_hooks._global_backward_hooks,
+        module_hooks._global_backward_pre_hooks,
+    ]
+    for part in module.modules():
+        hooks += [vars(part)[name] for name in _HOOKS]
+    return _emptied(hooks)
 
 
 def _without_watchers() -> contextlib.AbstractContextManager[None]:

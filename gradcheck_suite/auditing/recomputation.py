@@ -48,6 +48,7 @@ from gradcheck_suite.auditing.module_calls import (
     PARAMETERS,
     STATE,
     Gradients,
+    Injected,
     ModuleCall,
     ReplayOptions,
     ReplayResult,
@@ -955,6 +956,10 @@ def _judge_checkpoints(
 
     With them the gradient is that of the program. Without them it is that of what the forward has
     computed: no random number is drawn twice, and no state is read twice.
+
+    `RepeatedCalls` sees calls of modules alone, and sees them where a window is not computed again,
+    too. This sees what a checkpoint computes after its last module, as noise of numpy
+    (`faulty_checkpoint_of_a_method_with_numpy` in tests/auditing/evidence_scripts.py).
     """
     opened, _, replayed = _computed(asked, parts, ReplayOptions(opened=True))
     if opened.worst is not None and not any(map(_lost_by, parts, replayed)):
@@ -1504,12 +1509,9 @@ def _judge_own_terms(
         or compare_grad(asked.observed, linear, asked.factor, lambda seed: linear).worst is not None
     ):
         return False
-    injected = [
-        (part, one)
-        for part, found in zip(parts, replayed, strict=True)
-        for one in found.injected
-        if one.weight
-    ]
+    injected = list[tuple[RecordedCall, Injected]]()
+    for part, found in zip(parts, replayed, strict=True):
+        injected += [(part, one) for one in found.injected if one.weight]
     rest = [
         norm(add_gradients(linear.gradients[key], -gradient)) for key, gradient in of_own.items()
     ]
@@ -1569,7 +1571,8 @@ def _judge_functions(
     missed = {made: kind for kind, made in new.items() if not (found.get(kind) or found.get(made))}
     # a class that is made anew each time may hold tensors: its statement is known in its place
     asked.known.update(found, missed)
-    asked.known.update((key, one) for key, each in found.items() for one in each)
+    for key, each in found.items():
+        asked.known.update((key, signature) for signature in each)
     calls = list(chain.from_iterable(each.values() for each in found.values()))
     with discarded_output(), AsBefore(parts[0].forward.on):
         accumulates = len(asked.passes) > 1

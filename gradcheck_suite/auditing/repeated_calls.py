@@ -5,6 +5,11 @@ numbers of whatever generator, in another mode, or with other state, the gradien
 function. Results are compared, and where they differ the cause is measured: what the forward gave to
 a checkpoint, or to the module, has other values now; the parameters or buffers of the module have;
 its mode is another one. What remains is the fault of what computes again.
+
+The second computation of a window asks the same of its checkpoints, with those that are opened
+(`recomputation`). It calls recorded modules alone, so it never meets a checkpoint that the script
+itself calls, or an `autograd.Function` of its own (`faulty_reentrant_checkpoint_of_the_script`,
+`faulty_own_checkpoint_of_the_script` in tests/auditing/evidence_scripts.py).
 """
 
 from __future__ import annotations
