@@ -125,12 +125,14 @@ def judge_backward(call: FunctionCall, *, accumulates: bool = True) -> FunctionR
     if accumulates:
         checks.append(_of_memory)
     for further in checks:
-        with contextlib.suppress(Exception):  # it cannot be called in this way
+        # the function is the program's own, and raises what it likes where it cannot be called so
+        with contextlib.suppress(Exception):
             if fault := further(call):
                 return FunctionReport(
                     call.name, fault.words, error=fault.error, called=fault.called
                 )
-    with contextlib.suppress(Exception):  # it takes contiguous gradients alone, and says so
+    # one that takes contiguous gradients alone may say so by any error
+    with contextlib.suppress(Exception):
         if _needs_contiguous(call):
             return FunctionReport(call.name, note=CONTIGUOUS)
     return found

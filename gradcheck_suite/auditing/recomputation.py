@@ -19,7 +19,6 @@ which no cause was measured is `unexplained-difference`: the window is not judge
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections import defaultdict
@@ -669,6 +668,9 @@ WRITES = (
 NOT_CALLED = (
     "its backward was not checked, since no call of it was seen when the window was computed again"
 )
+
+
+NOT_RECORDED = "its backward was not checked, since a call of it could not be recorded ({error})"
 
 
 @dataclass
@@ -1565,7 +1567,8 @@ def _judge_functions(
         return
     # a number that a forward computes is another one then; some functions expect their gradient
     how = ReplayOptions(seed=0, scale=1.0)
-    with first_calls(new.keys()) as found:
+    failed = dict[Any, str]()
+    with first_calls(new.keys(), failed=failed) as found:
         for part in parts:
             replay(part.forward, part.forward.arguments, part.cotangents, how)
     missed = {made: kind for kind, made in new.items() if not (found.get(kind) or found.get(made))}
@@ -1577,10 +1580,22 @@ def _judge_functions(
     with discarded_output(), AsBefore(parts[0].forward.on):
         accumulates = len(asked.passes) > 1
         verdicts = [judge_backward(call, accumulates=accumulates) for call in calls]
-    verdicts += [FunctionReport(kind.__name__, note=NOT_CALLED) for kind in missed.values()]
-    with contextlib.suppress(Exception):  # they cannot be called with copies
-        verdicts += _written(parts, calls)
+    verdicts += _not_recorded(failed)
+    verdicts += [
+        FunctionReport(kind.__name__, note=NOT_CALLED)
+        for kind in missed.values()
+        if kind not in failed
+    ]
+    verdicts += _written(parts, calls)
     blame_functions(verdicts, result, asked.known)
+
+
+def _not_recorded(failed: Mapping[Any, str]) -> list[FunctionReport]:
+    """Return which functions were not checked, since a call of them could not be recorded."""
+    return [
+        FunctionReport(name_of(kind), note=NOT_RECORDED.format(error=error))
+        for kind, error in failed.items()
+    ]
 
 
 def _written(
@@ -1599,8 +1614,12 @@ def _written(
         return []
     how = ReplayOptions(scale=1.0)
     own, _ = by_micro_batch(parts, how)
-    with given_copies(writing):
-        other, _ = by_micro_batch(parts, how)
+    try:
+        with given_copies(writing):
+            other, _ = by_micro_batch(parts, how)
+    except Exception as error:  # a function may take what it is given for what it has kept
+        said = f"it writes to what it is given, and cannot be called with copies ({error})"
+        return [FunctionReport(name_of(kind), note=said) for kind in writing]
     size = math.hypot(*map(norm, other.gradients.values()))
     off = math.hypot(
         *(
@@ -1659,6 +1678,7 @@ def judge_calls_of_program(
         of_calls: those in recorded calls, of which a window may not be computed again.
     """
     result = RecomputeResult()
+    blame_functions(_not_recorded(calls.failed), result, known)
     if calls.has_calls:
         with discarded_output():
             accumulates = len(passes) > 1
