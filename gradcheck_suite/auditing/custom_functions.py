@@ -126,12 +126,14 @@ def judge_backward(call: FunctionCall, *, accumulates: bool = True) -> FunctionR
     if accumulates:
         checks.append(_of_memory)
     for further in checks:
-        with contextlib.suppress(Exception):  # it cannot be called in this way
+        # the function is the program's own, and raises what it likes where it cannot be called so
+        with contextlib.suppress(Exception):
             if fault := further(call):
                 return FunctionReport(
                     call.name, fault.words, error=fault.error, called=fault.called
                 )
-    with contextlib.suppress(Exception):  # it takes contiguous gradients alone, and says so
+    # one that takes contiguous gradients alone may say so by any error
+    with contextlib.suppress(Exception):
         if _needs_contiguous(call):
             return FunctionReport(call.name, note=CONTIGUOUS)
     return found
@@ -241,12 +243,13 @@ class FunctionUnderTest:
                 # by identity of the dicts: a module that is reached twice is held once
                 holders[id(part._parameters)] = part._parameters
                 holders[id(part._buffers)] = part._buffers
-        own = [
-            (held, name, tensor)
-            for held in holders.values()
-            for name, tensor in held.items()
-            if isinstance(tensor, torch.Tensor)
-        ]
+        own = list[tuple[dict[str, Any], str, torch.Tensor]]()
+        for held in holders.values():
+            own += [
+                (held, name, tensor)
+                for name, tensor in held.items()
+                if isinstance(tensor, torch.Tensor)
+            ]
         # by identity, so that a tied parameter stays tied
         copies = {
             id(tensor): _to(tensor, dtype).clone().requires_grad_(tensor.requires_grad)

@@ -305,12 +305,14 @@ def _bound(arguments: Sequence[Any]) -> list[Bound]:
         id(value): index for index, value in enumerate(arguments) if isinstance(value, torch.Tensor)
     }
     parts = chain.from_iterable(module.modules() for module in reached(arguments).modules)
-    return [
-        Bound(part._parameters, name, places[id(parameter)])
-        for part in parts
-        for name, parameter in part._parameters.items()
-        if id(parameter) in places
-    ]
+    found = list[Bound]()
+    for part in parts:
+        found += [
+            Bound(part._parameters, name, places[id(parameter)])
+            for name, parameter in part._parameters.items()
+            if id(parameter) in places
+        ]
+    return found
 
 
 # Recording
@@ -375,13 +377,26 @@ class FunctionCallRecorder:
     Attributes:
         calls: those that were recorded, by their keys and signatures.
         differentiated: the classes of which a further pass goes through what `backward` gives.
+        failed: the classes of which a call could not be recorded, and the error.
     """
 
     def __init__(self, known: Set[FunctionKey]) -> None:
         self.calls: dict[FunctionKey, dict[Signature, FunctionCall]] = {}
         self.known: Set[FunctionKey] = known
         self.differentiated = set[type]()
+        self.failed = dict[Any, str]()
         self._last: FunctionCall | None = None
+
+    def _try(self, kind: Any, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what recording gives; None where it fails, which is kept to be said.
+
+        Nothing is raised into the program.
+        """
+        try:
+            return work(*arguments)
+        except Exception as error:
+            self.failed.setdefault(kind, f"{type(error).__name__}: {error}")
+            return None
 
     @contextlib.contextmanager
     def watching(self, kind: Any, key: FunctionKey, *, by_itself: bool = True) -> Iterator[None]:
@@ -389,34 +404,26 @@ class FunctionCallRecorder:
 
         def forward_of(forward: Forward, first: int) -> Forward:
             def recorded(*arguments: Any) -> Any:
-                call = None
+                call: FunctionCall | None = None
                 if not torch.compiler.is_compiling():
-                    with contextlib.suppress(Exception):  # nothing is raised into the program
-                        call = self._begin(
-                            kind,
-                            key,
-                            arguments[first:],
-                            by_itself=by_itself,
-                        )
+                    begin = functools.partial(self._begin, by_itself=by_itself)
+                    call = self._try(kind, begin, kind, key, arguments[first:])
                 output = forward(*arguments)
                 if call is not None:
                     context = arguments[0] if first else None
-                    with contextlib.suppress(Exception), Apart():
-                        self._end(call, context, arguments[first:], output)
+                    self._try(kind, self._end, call, context, arguments[first:], output)
                 return output
 
             return recorded
 
         def backward_of(backward: Callable[..., Any]) -> Callable[..., Any]:
             def recorded(context: Any, *gradients: Any) -> Any:
-                written = list[int]()
-                if not torch.compiler.is_compiling():
-                    with contextlib.suppress(Exception):
-                        written = _written(context)
+                if torch.compiler.is_compiling():
+                    return backward(context, *gradients)
+                written = self._try(kind, _written, context) or []
                 found = backward(context, *gradients)
-                if not torch.compiler.is_compiling():
-                    with contextlib.suppress(Exception):
-                        self._note_backward(kind, context, gradients, found, written)
+                note = self._note_backward
+                self._try(kind, note, kind, context, gradients, found, written)
                 return found
 
             return recorded
@@ -426,8 +433,7 @@ class FunctionCallRecorder:
                 compiles = torch.compiler.is_compiling()
                 if not compiles and (call := self._last) is not None and call.kind is kind:
                     self._last = None
-                    with contextlib.suppress(Exception):
-                        setattr(context, _MARK, call)
+                    self._try(kind, setattr, context, _MARK, call)
                 return setup(context, inputs, output)
 
             return recorded
@@ -482,6 +488,12 @@ class FunctionCallRecorder:
         return call
 
     def _end(self, call: FunctionCall, context: Any, arguments: Sequence[Any], output: Any) -> None:
+        with Apart():
+            self._end_apart(call, context, arguments, output)
+
+    def _end_apart(
+        self, call: FunctionCall, context: Any, arguments: Sequence[Any], output: Any
+    ) -> None:
         # a forward with a context of its own; without, `setup_context` gets the context later
         if context is not None:
             setattr(context, _MARK, call)
@@ -535,7 +547,9 @@ class FunctionCallRecorder:
 
 @contextlib.contextmanager
 def first_calls(
-    kinds: Set[type], known: Set[FunctionKey] = frozenset()
+    kinds: Set[type],
+    known: Set[FunctionKey] = frozenset(),
+    failed: dict[Any, str] | None = None,
 ) -> Iterator[dict[FunctionKey, dict[Signature, FunctionCall]]]:
     """Record the first call of each kind of each class while this is open.
 
@@ -545,8 +559,11 @@ def first_calls(
     Args:
         kinds: the classes.
         known: the kinds of calls that are known already.
+        failed: to which classes are added of which a call could not be recorded, with the error.
     """
     recorder = FunctionCallRecorder(known)
+    if failed is not None:
+        recorder.failed = failed
     statements = {statement_of(kind): _captured(kind) for kind in kinds}
     with contextlib.ExitStack() as stack:
 
@@ -610,6 +627,11 @@ class CallsOfProgram:
                 self._hoped.add(kind)
             self._stacks[kind] = contextlib.ExitStack()
             self._stacks[kind].enter_context(self._recorder.watching(kind, kind))
+
+    @property
+    def failed(self) -> Mapping[Any, str]:
+        """The classes of which a call could not be recorded, and the error."""
+        return self._recorder.failed
 
     @property
     def has_calls(self) -> bool:

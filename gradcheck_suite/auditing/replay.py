@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import chain, product
 from statistics import median
@@ -149,6 +149,23 @@ class Fit:
         else stand there.
         """
         return not (np.abs(self.coefficients) > self.bounds).any()
+
+
+@dataclass(frozen=True)
+class RankSplit:
+    """Which gradients of a step the ranks share.
+
+    Attributes:
+        keys: of the parameters whose gradients are the same on all ranks, or should be.
+        unequal: those whose gradients are not the same.
+        own: those that each rank has for itself.
+        is_reduced: whether gradients are reduced over the ranks.
+    """
+
+    keys: list[int]
+    unequal: Set[int]
+    own: Set[int]
+    is_reduced: bool
 
 
 class State(NamedTuple):
@@ -662,17 +679,18 @@ class Replay:
         own, *arrived = (self._arrived.get((rank, index), {}) for rank in range(self.ranks))
         if not others or not keys or not all(keys <= one.keys() for one in (own, *arrived)):
             return False
-        is_alike = all(
-            size(own[key] - one[key]) <= self.tolerance(key) * size(own[key])
-            for key in keys
-            for one in arrived
-        )
-        differs = any(
-            size(first[key] - one[key]) > self.tolerance(key) * size(first[key])
-            for key in keys
-            for one in others
-        )
-        return is_alike and differs
+        # hooks have left the same on all ranks, of what was not the same before them
+        return self._are_alike(own, arrived, keys) and not self._are_alike(first, others, keys)
+
+    def _are_alike(
+        self, one: Mapping[int, Vector], others: Iterable[Mapping[int, Vector]], keys: Iterable[int]
+    ) -> bool:
+        """Return whether what has arrived at parameters on one rank has on the others, too."""
+        for key in keys:
+            allowed = self.tolerance(key) * size(one[key])
+            if not all(size(one[key] - other[key]) <= allowed for other in others):
+                return False
+        return True
 
     def _add(self, rank: int, index: int, record: PassRecord) -> None:
         """Add what has arrived in a pass to what stands in each `.grad`."""
@@ -751,53 +769,72 @@ class Replay:
 
     def on_step(self, steps: Sequence[StepRecord]) -> StepWindow:
         """Take a step of all ranks."""
-        unwritten: set[int] = set()
-        copies = self._are_copies(steps[0])
-        if copies:
+        is_of_copies = self._are_copies(steps[0])
+        unwritten = set[int]()
+        if is_of_copies:
             # handed over once: the parameter's own `.grad` is another tensor since it was set to
             # None
             unwritten = {self._copies.get(key, key) for key in steps[0].unwritten}
             steps = [self._of_parameters(step) for step in steps]
         first = steps[0]
-        optimizer = first.optimizer
-        before = self.last.get(optimizer, 0)
         found = self._explain_all(0, arrays_only(first.gradients), inside=False)
-        is_reduced = any(one.event == REDUCED for one in found.values())
+        split = self._split_by_ranks(steps, found)
+        explained = {key: found[key] for key in split.keys if key in found}
+        if split.is_reduced:
+            self._unite_edited(explained, split.unequal)
+        explained = self._replaced(explained, unwritten)
+        window = self._window(first, split, is_of_copies=is_of_copies)
+        window.unclipped = self._before_clipping(first)
+        self._fill(window, explained)
+        window.misplaced = (
+            self._misplaced_copies if is_of_copies else self._misplaced(window.passes, explained)
+        )
+        self._leave(window, steps)
+        return window
+
+    def _split_by_ranks(
+        self, steps: Sequence[StepRecord], found: Mapping[int, GradChange]
+    ) -> RankSplit:
+        """Return which gradients of a step are the same on all ranks.
+
+        Args:
+            steps: of each rank.
+            found: what the gradients of the first one are.
+        """
         self.of_rank |= self._unequal([step.values for step in steps])
         unequal = self._unequal([step.gradients for step in steps])
+        is_reduced = any(one.event == REDUCED for one in found.values())
         # a parameter that each rank has for itself, such as an expert, is not reduced
-        own = unequal & self.of_rank if is_reduced else set()
-        keys = [key for key in first.gradients if key not in own]
-        found = {key: found[key] for key in keys if key in found}
-        if is_reduced:
-            self._unite_edited(found, unequal)
-        found = self._replaced(found, unwritten)
-        members = {i: p for i, p in self.passes.items() if i >= before and p.has(set(keys))}
-        late = [(rank, key) for rank, key in self._late if key in first.gradients]
-        window = StepWindow(
+        own = unequal & self.of_rank if is_reduced else set[int]()
+        keys = [key for key in steps[0].gradients if key not in own]
+        return RankSplit(keys, unequal, own, is_reduced)
+
+    def _window(self, step: StepRecord, split: RankSplit, *, is_of_copies: bool) -> StepWindow:
+        """Return the window that a step ends, of which nothing is explained yet."""
+        optimizer = step.optimizer
+        before = self.last.get(optimizer, 0)
+        keys = {*split.keys}
+        members = {i: p for i, p in self.passes.items() if i >= before and p.has(keys)}
+        late = [(rank, key) for rank, key in self._late if key in step.gradients]
+        for place in late:
+            del self._late[place]
+        return StepWindow(
             optimizer=optimizer,
-            number=first.call,
-            step=first,
+            number=step.call,
+            step=step,
             passes=members,
-            keys=keys,
+            keys=split.keys,
             coefficients={},
             factor=1.0,
             edit=None,
             seen={i: dict(p.consumers) for i, p in members.items()},
             first=optimizer not in self.last,
             before=before,
-            local=[key for _, key in late] or unequal - own,
+            local=[key for _, key in late] or split.unequal - split.own,
             null={n for n in self._null if n[1] in members},
             not_finite=self._not_finite & members.keys(),
-            copies=copies,
+            copies=is_of_copies,
         )
-        for place in late:
-            del self._late[place]
-        window.unclipped = self._before_clipping(first)
-        self._fill(window, found)
-        window.misplaced = self._misplaced_copies if copies else self._misplaced(members, found)
-        self._leave(window, steps)
-        return window
 
     def _arrived_in_all(
         self, passes: Mapping[int, BackwardPass], keys: Iterable[int]
@@ -1314,7 +1351,9 @@ class Replay:
 
     def standing(self, keys: Iterable[int]) -> set[int]:
         """Return the passes since the last step that stand in the `.grad` of some parameters."""
-        found = distinct([ranked[key].coefficients for ranked in self._states for key in keys])
+        own = list(keys)
+        states = chain.from_iterable((ranked[key] for key in own) for ranked in self._states)
+        found = distinct([state.coefficients for state in states])
         return {
             index
             for (_, index), c in chain.from_iterable(coefficients.items() for coefficients in found)

@@ -1124,6 +1124,8 @@ _IN_ORDER = in_order(
         "divided-twice",
     ),
     _silent("same in other windows", _is_same_in_others),
+    # the numbers of the row below, but the step is to be mended and not the divisor: a remedy belongs
+    # to a row
     _wrong(
         "missing step",
         _is_longer_than_its_divisor,
