@@ -259,6 +259,7 @@ class Tapes:
         self.checked = 0
         self.differences = dict[str, None]()
         self.of_gradient = ""
+        self._in_check = 0
 
     def program(self, request: ProgramRequest) -> NumpyProgram | None:
         """Return a program as numpy evaluates it.
@@ -307,8 +308,8 @@ class Tapes:
 
     @property
     def waiting(self) -> int:
-        """Number of calls that XLA has not checked."""
-        return len(self._samples)
+        """Number of calls that XLA has not checked, those included that it checks now."""
+        return len(self._samples) + self._in_check
 
     def requests(self) -> list[ProgramRequest]:
         """Return the programs whose calls wait."""
@@ -327,8 +328,10 @@ class Tapes:
             taken[key] = sample
         if not taken:
             return
+        self._in_check = len(taken)
         for (key, sample), tree in zip(taken.items(), by_xla([*taken.values()]), strict=True):
             self._note_check(key, difference(sample, [np.asarray(a) for a in leaves(tree)]))
+            self._in_check -= 1
 
     def _note_check(self, key: Hashable, found: str | None) -> None:
         self.checked += 1

@@ -47,6 +47,15 @@ def test_a_relative_import_gets_the_hint_to_name_the_module(run, src_layout):
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize("name", ["pkg.sub.loop", "pkg"])
+def test_a_module_that_is_in_src_is_said_to_be_there(run, src_layout, name):
+    said = run("verify", f"{name}:train").err
+    assert said.endswith(
+        '; it is in src: set pythonpath = ["src"] in [tool.gradcheck-suite] of pyproject.toml\n'
+    )
+    assert "in src" not in run("verify", "other.sub.loop:train").err
+
+
 def test_another_failed_import_gets_no_such_hint(run, project):
     (project / "lacks.py").write_text("import nowhere_to_be_found\n")
     assert "name the module" not in run("verify", "lacks.py:train").err
