@@ -389,6 +389,13 @@ def test_the_page_shows_the_script_s_own_lines_beside_a_library_s(project):
     ]
 
 
+def test_a_line_that_does_two_things_is_marked_with_both(project):
+    (project / "train.py").write_text("first\n(loss / 4).backward()\n")
+    places = {"division": "train.py:2", "loss": "train.py:1", "backward": "train.py:2"}
+    (one, two) = places_source(places, project)["lines"]
+    assert (one[2], two[2]) == ("loss", "division, backward")
+
+
 def test_a_notebook_s_cell_is_listed(project, monkeypatch):
     name = "/tmp/ipykernel_1/7.py"
     monkeypatch.setitem(linecache.cache, name, (9, None, ["one\n", "two\n"], name))
