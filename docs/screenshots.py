@@ -1,6 +1,7 @@
 """Takes the README's pictures of the report and of a violation's page: `python docs/screenshots.py`.
 
-It needs Chromium and playwright. The violation is that of the loop in `docs/check-my-loop.md`.
+It needs Chromium and playwright, and `reports/report.html`, which `python -m studies report` writes.
+The violation is that of the loop in `docs/check-my-loop.md`.
 """
 
 from __future__ import annotations

@@ -75,6 +75,7 @@ def verify_training_loop(request: pytest.FixtureRequest) -> Callable[..., Result
     def verify_loop(
         loop: Loop, *, problem: Problem | None = None, name: str | None = None, **options: Any
     ) -> Result:
+        # imported here, since pytest loads this plugin in every run, whether a test verifies or not
         from gradcheck_suite.cli.verify import Subject, record, store, verify_subject
         from gradcheck_suite.loops.trainers import PACKAGES
         from gradcheck_suite.run import environment
@@ -86,6 +87,8 @@ def verify_training_loop(request: pytest.FixtureRequest) -> Callable[..., Result
             loop,
             problem,
             None if problem is None else f"{label}'s problem",
+            # a stored case is replayed by the loop's name on the command line, which `FILE.py:NAME`
+            # is alone
             importable=":" in label,
         )
         with _bad_input_fails():
@@ -98,6 +101,8 @@ def verify_training_loop(request: pytest.FixtureRequest) -> Callable[..., Result
             about = environment.environment(PACKAGES)
             stored = store(subject, chosen, result, reports, about)
             record(subject, chosen, result, reached, reports, about, stored)
+        # the interrupt was caught to keep what was verified so far: the run of the tests must end
+        # all the same
         if result.interrupted:
             raise KeyboardInterrupt
         if message := _failure(result, stored):
@@ -161,6 +166,7 @@ def _bad_input_fails() -> Iterator[None]:
     try:
         yield
     except UsageError as error:
+        # not `pytest.fail`, whose own frame would stand in the traceback
         raise pytest.fail.Exception(f"gradcheck-suite: {error}", pytrace=False) from None
 
 
@@ -178,6 +184,7 @@ def _options(node: Any, loop: Loop, given: dict[str, Any]) -> VerifyOptions:
     from gradcheck_suite.errors import UsageError
 
     chosen: dict[str, Any] = {"second_opinion_s": SECOND_OPINION_S}
+    # the closest marker comes first in pytest's order, and must have the last word
     for marker in reversed(list(node.iter_markers(MARKER))):
         if marker.args:
             raise UsageError(f"the marker {MARKER} takes keywords alone, got {marker.args!r}")
@@ -214,6 +221,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
     """Print one line for each verified loop."""
     result = yield
     reports = chain.from_iterable(terminalreporter.stats.values())
+    # properties are repeated in the reports on setup and teardown
     calls = [report for report in reports if getattr(report, "when", None) == "call"]
     properties = chain.from_iterable(call.user_properties for call in calls)
     lines = sorted(line for name, line in properties if name == _PROPERTY)

@@ -248,6 +248,8 @@ class _Model(RuleBasedStateMachine):
             if p.grad is None:
                 p.grad = Gradient(Memory().add(added), create_graph)
             elif create_graph:
+                # with `create_graph`, autograd adds out of place: the sum is a new tensor, which
+                # has a graph
                 p.grad = Gradient(p.grad.memory.copy().add(added), graph=True)
             else:
                 p.grad.memory.add(added)
@@ -302,6 +304,7 @@ class _Model(RuleBasedStateMachine):
             )
             if seen is None or p.grad is None:
                 continue
+            # the first look at a gradient: it must be a tensor that nothing has held before
             if p.grad.tensor is None:
                 assert all(seen is not each.tensor for each in self.held), (
                     f"{what} should be a new tensor"
@@ -597,6 +600,7 @@ class _GradientRules(_Model):
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0, foreach=foreach)
         norm = float(np.linalg.norm([memory.value for memory in memories]))
         for memory in memories:
+            # torch's own epsilon beside the norm
             memory.scale(min(1.0, 1 / (norm + 1e-6)))
 
     @clips

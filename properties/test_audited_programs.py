@@ -41,6 +41,11 @@ def test_each_fault_is_named(name):
         pytest.param(10314, id="the last count divides .grad in bfloat16"),
         pytest.param(20173, id="a sum over single items with a short window"),
         pytest.param(11187, id="weights are uncertain by their own size"),
+        pytest.param(20060, id="the input of a reentrant checkpoint is refilled"),
+        pytest.param(20063, id="weights of a checkpoint of one's own are written"),
+        pytest.param(20154, id="weights of a reentrant checkpoint are written"),
+        pytest.param(11380, id="weights that the program uses itself are written"),
+        pytest.param(20370, id="an input before a custom function is refilled"),
     ],
 )
 def test_a_program_that_was_once_judged_wrongly(number):

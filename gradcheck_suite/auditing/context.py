@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from gradcheck_suite.auditing.custom_functions import NOT_SEEN
-from gradcheck_suite.auditing.events import Event, Gap, PassRecord, copy_to_host
+from gradcheck_suite.auditing.events import FREE, Event, Gap, PassRecord, copy_to_host
 from gradcheck_suite.auditing.function_calls import (
     CallsOfProgram,
     FunctionKey,
@@ -48,6 +48,7 @@ from gradcheck_suite.auditing.recomputation import (
 from gradcheck_suite.auditing.recorder import ActivePass, Recorder
 from gradcheck_suite.auditing.replay import StepWindow, near
 from gradcheck_suite.auditing.rules import StepFault
+from gradcheck_suite.auditing.saved_values import Written
 from gradcheck_suite.auditing.schedule import AGAIN, Schedule
 from gradcheck_suite.auditing.standard_error import StandardError
 from gradcheck_suite.auditing.stopping import StoppedOnViolation, Terminated, in_words
@@ -375,7 +376,7 @@ class TorchAudit:
         self._schedule = Schedule(self.options, on_ranks=self._ranks is not None)
         self._recorder = Recorder(
             self._receive,
-            lambda: self._schedule.whole or self._is_of_kept,
+            self._samples_whole,
             self._resumes,
             self._pass_begins,
             self._schedule.forget,
@@ -574,6 +575,14 @@ class TorchAudit:
         """
         return self._schedule.full or self._is_of_kept
 
+    def _samples_whole(self) -> bool:
+        """Return whether gradients are sampled as a whole.
+
+        In a window that is computed again any edit shows, which would else be a difference without a
+        reason. Where a program edits few elements, or all of them by little, each of its edits does.
+        """
+        return self._is_full() or self._judge.edits_slightly
+
     def _pass_begins(self) -> bool:
         """Return whether the window that runs is computed again; a pass of it begins."""
         if self._is_full():
@@ -767,9 +776,18 @@ class TorchAudit:
     def _recompute(self, window: StepWindow) -> None:
         violation = self._judge.of_last_step()
         weights = self._weights_of(window, violation)
-        if not weights or window.edit is not None or self._recorder.is_off("the window again"):
+        is_edited = window.edit == FREE and violation is None
+        if window.edit is not None and not is_edited:
+            return
+        if not weights or self._recorder.is_off("the window again"):
             return
         asked, ids = self._asked(window, weights, violation)
+        if is_edited:
+            # the edit is the program's decision: what the passes have brought is compared
+            brought = window.brought_by(weights)
+            asked = asked.of_arrivals({ids[key]: brought[key] for key in brought.keys() & ids})
+            if not asked.observed:
+                return
         with self._alone():
             found = recompute(asked)
         self._note_recomputed(found, window.optimizer)
@@ -884,13 +902,16 @@ class TorchAudit:
                 self._judge.add(violation_of(fault, window, window.passes[index].site))
 
     def _judge_draws(self, window: StepWindow) -> None:
-        """Judge what modules drew when a backward called them again."""
-        sentence = self._forwards.repeated.said
-        if not sentence and self._forwards.redrawn:
+        """Judge what modules drew, or read, when a backward called them again."""
+        found = self._forwards.repeated.found
+        if found is None and self._forwards.redrawn:
             sentence = SENTENCES["redrawn again"].format(module=self._forwards.redrawn)
-        if sentence and window.passes and self._judge.of_last_step() is None:
+            found = Written("wrong-backward", sentence)
+        if found is not None and window.passes and self._judge.of_last_step() is None:
             last = window.passes[max(window.passes)].site
-            self._judge.add(violation_of(StepFault("wrong-backward", sentence), window, last))
+            causes = () if found.name == "wrong-backward" else ("written",)
+            step_fault = StepFault(found.name, found.sentence, causes=causes)
+            self._judge.add(violation_of(step_fault, window, last))
 
     @preserve_rng()
     def _judge_functions(self, window: StepWindow) -> None:

@@ -4,7 +4,7 @@ optimizer steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from types import NoneType
@@ -16,6 +16,7 @@ from gradcheck_suite.auditing.loss_terms import Term
 from gradcheck_suite.auditing.places import Loop, Place
 
 if TYPE_CHECKING:
+    from gradcheck_suite.auditing.known_graphs import Uses
     from gradcheck_suite.auditing.recorder import HookedGradient
     from gradcheck_suite.auditing.samples import Raw
     from gradcheck_suite.auditing.terms import PendingTerm
@@ -25,6 +26,8 @@ KEPT = "kept"
 TOUCHED = "touched"
 BY_HAND = "by hand"
 LATE = "late"
+FREE = "free"
+"""An edit of `.grad` that nothing explains."""
 
 Column = dict[int, Any]
 """Key of a parameter -> a sample, which may lie on a device, or None."""
@@ -60,7 +63,10 @@ class PassRecord:
         raised: whether it ended with an exception.
         loop: where the program was in the loops around the innermost one; None where that is not
             known.
-        reset: where the first gradient was let go since the last pass; None where none was.
+        resets: index of an optimizer -> where the first gradient of its parameters was let go since
+            the last pass that reached one; with None those that no optimizer has stepped on.
+        uses: key of a parameter -> the nodes that use it, where the graph was walked since several
+            optimizers have stepped.
         clocks: what moves with the steps -> a checksum: the schedules, the averages of parameters.
         unread: the terms whose numbers were not read yet, which could wait for a device.
         unread_hooks: the changes of gradients by hooks, likewise.
@@ -84,7 +90,8 @@ class PassRecord:
     whole: list[int] = field(default_factory=list)
     raised: bool = False
     loop: Loop | None = None
-    reset: Place | None = None
+    resets: dict[int | None, Place] = field(default_factory=dict)
+    uses: Mapping[int, Uses] = field(default_factory=dict)
     clocks: dict[str, int] = field(default_factory=dict)
     unread: list[PendingTerm] = field(default_factory=list)
     unread_hooks: list[HookedGradient] = field(default_factory=list)

@@ -31,6 +31,7 @@ from gradcheck_suite.auditing.evidence import (
 from gradcheck_suite.auditing.places import Loop, Place, lines_with
 from gradcheck_suite.auditing.replay import BackwardPass, Replay, Source, StepWindow, near
 from gradcheck_suite.auditing.rules import Decided, E, Held, Need, Sighting, StepFault, decide
+from gradcheck_suite.auditing.shared_passes import SharedPasses
 from gradcheck_suite.auditing.step_rules import (
     OF_COPIES,
     PER_PASS,
@@ -180,6 +181,8 @@ class RunJudge:
         skipped: steps of which nothing was -> why.
         counted: steps that were not recorded, since the budget does not pay for them.
         has_copies: whether an optimizer steps on copies of the parameters.
+        edits_slightly: whether the program has edited `.grad` such that a later edit may show in no
+            sampled element.
         ranks_train_apart: whether a step's gradients were not reduced over the ranks, and nothing
             wraps the model: each rank may train by itself.
     """
@@ -197,7 +200,7 @@ class RunJudge:
         self.window: StepWindow | None = None
         self._last: dict[int, StepWindow] = {}
         self.used: Mapping[Source, float] = {}
-        self.ranks_train_apart = self.has_copies = False
+        self.ranks_train_apart = self.has_copies = self.edits_slightly = False
         self.counted: list[range] = []
         self._known: set[int] | None = None
         self._by_hand: set[str] = set()
@@ -237,6 +240,7 @@ class RunJudge:
         self._pending: defaultdict[int, list[WindowReadings]] = defaultdict(list)
         self._since: Counter[int] = Counter()
         self._weighed: dict[int, WeightVerdict] = {}
+        self._shared = SharedPasses(self._replay.owners, self._names)
 
     def take(self, row: Sequence[Event]) -> None:
         """Take the event of each rank.
@@ -447,6 +451,7 @@ class RunJudge:
         self._of_step = []
         optimizer = window.optimizer
         self.has_copies = self.has_copies or window.copies
+        self.edits_slightly = self.edits_slightly or window.edits_slightly
         self._note_reached(window)
         if not self._judge_step(window, has_unseen=any(step.has_unseen for step in steps)):
             return
@@ -460,6 +465,8 @@ class RunJudge:
         self._note_places(evidence)
         self._note_length(evidence)
         self._note_parts(evidence)
+        if self._judges_sums:
+            self._shared.take(evidence)
         used = self._judge_sums(evidence) if self._judges_sums else self._assumed(window)
         if used is None:
             return
@@ -970,6 +977,8 @@ class RunJudge:
                 " is that of scaled ones"
             )
             self._notes[finding("scaled-clipping", said, line)] += 1
+        for one, windows in self._shared.findings():
+            self._notes[one] += windows
         for optimizer, last in self._last.items():
             never = [
                 key for key in last.keys if key not in self._reached[optimizer] | last.step.frozen

@@ -10,8 +10,8 @@ and is told by that first parameter.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -79,6 +79,38 @@ def _has_hooks(parameter: torch.Tensor) -> bool:
     return bool(parameter._backward_hooks) or (hooks is not None and len(hooks) > 1)
 
 
+@dataclass(frozen=True)
+class Uses:
+    """The nodes of a graph that use a parameter.
+
+    Attributes:
+        first: the number of the first one; autograd counts nodes as the program makes them.
+        last: that of the last one.
+    """
+
+    first: int
+    last: int
+
+
+def uses_below(nodes: Iterable[Any]) -> dict[int, Uses]:
+    """Return the id of each leaf below -> the nodes that use it."""
+    stack = [node for node in nodes if node is not None]
+    seen = set[Any]()
+    found = dict[int, Uses]()
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        below = [one for one, _ in node.next_functions if one is not None]
+        stack += [one for one in below if not is_leaf(one)]
+        number = node._sequence_nr()
+        for leaf in (id(one.variable) for one in below if is_leaf(one)):
+            known = found.get(leaf, Uses(number, number))
+            found[leaf] = Uses(min(known.first, number), max(known.last, number))
+    return found
+
+
 @dataclass
 class _Graph:
     """What the graphs that go backward at one place have below them.
@@ -90,6 +122,7 @@ class _Graph:
         alike: walks in a row that have found the same.
         since: passes since the last walk.
         first: a reference to the parameter that was met first.
+        uses: key of a parameter -> the nodes that used it when the graph was walked last.
     """
 
     keys: frozenset[int] = frozenset()
@@ -98,6 +131,7 @@ class _Graph:
     alike: int = 0
     since: int = 0
     first: weakref.ref[torch.Tensor] | None = None
+    uses: Mapping[int, Uses] = field(default_factory=dict)
 
     def is_same_first(self, first: torch.Tensor | None) -> bool:
         """Return whether a parameter is the one that was met first in the last pass."""
@@ -130,18 +164,32 @@ class KnownGraphs:
         self.has_passed_by |= knows
         return knows
 
-    def note(self, place: Place, keys: Iterable[int], *, is_plain: bool) -> None:
+    def uses_at(self, place: Place) -> Mapping[int, Uses]:
+        """Return by which nodes the last graph of a place that was walked uses parameters."""
+        graph = self._graphs.get(place)
+        return {} if graph is None else graph.uses
+
+    def note(
+        self,
+        place: Place,
+        keys: Iterable[int],
+        uses: Mapping[int, Uses],
+        *,
+        is_plain: bool,
+    ) -> None:
         """Note what a walk has found.
 
         Args:
             place: of the pass.
             keys: of the parameters that its graph reaches.
+            uses: key of a parameter -> the nodes that use it.
             is_plain: whether there is nothing below but the parameters.
         """
         graph = self._graphs.setdefault(place, _Graph())
         found = frozenset(keys)
         graph.alike = graph.alike + 1 if is_plain and found == graph.keys else 0
         graph.keys = found
+        graph.uses = uses
         graph.since = 0
 
     def arrived(self, place: Place, keys: Set[int]) -> None:

@@ -6,8 +6,9 @@ the latter has another value, something of it was written in between, also by wa
 does not know (numpy, `.data`).
 
 The same is asked of what is computed outside of recorded calls, as by weights that a program uses
-itself: a node that has saved what it gives, as a tanh, must give that of what the node below has
-saved.
+itself: what a node has saved of its input, or of what it gives, as a tanh, must be what follows from
+what the node below has saved. A parameter that is added and that no node has saved, as a bias, is
+read by no backward: a value is known up to it.
 
 A row of the table says how one node computes its output; from the first node on that has no row, or
 whose inputs are not known, nothing is known.
@@ -17,13 +18,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.nn import functional
 
-from gradcheck_suite.auditing.saved_values import Written, saved_tensors
+from gradcheck_suite.auditing.saved_values import RAW, Written, saved_tensors
 from gradcheck_suite.auditing.terms import CALL, is_leaf, kind
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF
 
@@ -66,10 +68,13 @@ class Known:
     Attributes:
         value: of each element.
         size: the sum of the absolute values that were added up in it.
+        added: the shape of a parameter that was added, of which the value then is not known; None
+            for none.
     """
 
     value: torch.Tensor
     size: torch.Tensor
+    added: torch.Size | None = None
 
 
 def _optional(node: Any, name: str) -> torch.Tensor | None:
@@ -174,7 +179,10 @@ ROWS: Mapping[str, NodeFormula] = {
     "LinalgVectorNorm": NodeFormula(
         ONE,
         lambda n, x: torch.linalg.vector_norm(
-            x[0], n._saved_ord, n._saved_dim, keepdim=n._saved_keepdim
+            x[0],
+            n._saved_ord,
+            None if n._saved_dim is None else tuple(map(_signed, n._saved_dim)),
+            keepdim=n._saved_keepdim,
         ),
     ),
     "Maximum": NodeFormula(BOTH, lambda n, x: torch.maximum(x[0], x[1])),
@@ -251,6 +259,24 @@ REPEATED: Mapping[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 STEEPEST = 2.0
 MOST_NODES = 1000
 """Nodes outside of recorded calls that are looked at."""
+MOST_IN_ALL = 1 << 25
+"""Elements that are computed again for one backward outside of recorded calls."""
+LEADING = ("Add", "Addmm")
+"""Nodes to which a parameter may be added that no node saves."""
+OF_ONE = ("Alias", "Clone", "Expand", "Reshape", "Squeeze", "ToCopy", "Unsqueeze", "View")
+"""Nodes between a parameter and where it is added, as under autocast."""
+IN_SHAPE = ("UnsafeView", "View")
+"""Nodes that leave the last dimension as it is, along which a bias lies."""
+PREIMAGES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "LogSoftmax": lambda y: y,
+    "Relu": lambda y: y,
+    "Sigmoid": lambda y: y.logit(),
+    "Softmax": lambda y: y.log(),
+    "Tanh": lambda y: y.atanh(),
+}
+"""What gives a result, for those that are computed again: of a softmax up to a number for each row."""
+FLATTEST = {"Sigmoid": 0.5, "Tanh": 0.0}
+"""The result at which a function is the steepest, so that its preimage is the most exact."""
 
 
 @dataclass
@@ -262,10 +288,12 @@ class _Values:
         kinds: the nodes that have saved something that has a part in it.
         of_parameters: whether a parameter has.
         coarsest: the largest unit roundoff on the way.
-        reads_leaves: whether a parameter that no node has saved has the value of now.
+        reads_leaves: whether a parameter that no node has saved may be added.
+        elements: that were computed.
     """
 
     reads_leaves: bool = False
+    elements: int = 0
 
     known: dict[tuple[Any, int], Known | None] = field(default_factory=dict)
     kinds: dict[str, None] = field(default_factory=dict)
@@ -285,17 +313,43 @@ class _Values:
             self.known[node, index] = with_value
         return self.known[node, index]
 
-    def disagrees(self, node: Any) -> bool:
-        """Return whether a node has saved another result than that of what is below it."""
-        below = self.of(*node.next_functions[0])
-        saved = self._saved(node, "result")
-        if below is None or saved is None or below.value.numel() > MOST_ELEMENTS:
+    def misread(self, node: Any) -> Any | None:
+        """Return the node below one that gives something else than what the latter has saved of it;
+        None for none.
+        """
+        if kind(node) in REPEATED:
+            edge = node.next_functions[0]
+            saved = self._saved(node, "result")
+            return edge[0] if saved is not None and self._differs(edge, saved, node) else None
+        for edge, tensor in _saved_inputs(node):
+            if self._differs(edge, _known(tensor), None):
+                return edge[0]
+        return None
+
+    def _differs(self, edge: tuple[Any, int], saved: Known, through: Any | None) -> bool:
+        """Return whether what a node gives is another value than what was saved of it.
+
+        Args:
+            edge: the node.
+            saved: what was saved.
+            through: the node that has saved what it gives; None for what it was given.
+        """
+        below = self.of(*edge)
+        if below is None or below.value.numel() > MOST_ELEMENTS:
             return False
-        now = REPEATED[kind(node)](node, below.value)
-        if now.shape != saved.value.shape:
+        value = below.value
+        size = below.size.max() if below.size.numel() else torch.zeros(())
+        if below.added is not None:
+            added = _added(below, saved.value, through)
+            if added is None:
+                return False
+            value = value + added
+            size = size + added.abs().max()
+        now = value if through is None else REPEATED[kind(through)](through, value)
+        if now.shape != saved.value.shape or now.dtype != saved.value.dtype or not now.numel():
             return False
         roundings = ROUNDINGS if self.coarsest < LOW_PRECISION else OF_LOW_PRECISION
-        allowed = STEEPEST * roundings * self.coarsest * below.size.max()
+        allowed = STEEPEST * roundings * self.coarsest * size
         off = (now - saved.value).abs().max()
         return bool(off > allowed) and math.isfinite(float(off))
 
@@ -319,27 +373,38 @@ class _Values:
                 self.of_parameters = True
             if found is None:
                 return None
-            inputs.append(found)
+            # no backward reads a bias, which may be written as the program likes
+            is_added = not one and name in LEADING and _is_of_leaf(below)
+            inputs.append(replace(found, added=found.value.shape) if is_added else found)
         return self._of_inputs(node, row, inputs)
 
     def _of_inputs(self, node: Any, row: NodeFormula, inputs: Sequence[Known]) -> Known | None:
         if not row.is_kernel and any(one.value.numel() > MOST_ELEMENTS for one in inputs):
             return None
+        added = [one.added for one in inputs if one.added is not None]
+        if len(added) > 1 or (added and not _keeps(node, inputs[0].added)):
+            return None
         value = row.compute(node, [one.value for one in inputs])
+        self.elements += value.numel()
+        if self.elements > MOST_IN_ALL:
+            return None
         made = node._input_metadata[0]
         if tuple(value.shape) != tuple(made.shape) or value.is_complex():
             return None
         value = value.to(made.dtype)
+        of_parameter = added[0] if added else None
         if not row.adds:
-            return Known(value, value.abs())
+            return Known(value, value.abs(), of_parameter)
         sizes = [one.size for one in inputs]
         # a difference has the size of a sum
         whole = sizes[0] + sizes[1] if kind(node) in ("Add", "Sub") else row.compute(node, sizes)
-        return Known(value, whole)
+        return Known(value, whole, of_parameter)
 
     def _saved(self, node: Any, name: str) -> Known | None:
         found = _optional(node, name)
-        number = getattr(node, f"_saved_{name}", None) if found is None else None
+        # to read a tensor that is packed would compute a checkpoint again
+        is_tensor = hasattr(node, RAW + name)
+        number = None if is_tensor else getattr(node, f"_saved_{name}", None)
         if isinstance(number, int | float):
             one = torch.tensor(number, dtype=torch.float64)
             return Known(one, one.abs())
@@ -347,6 +412,87 @@ class _Values:
             return None
         self.kinds[kind(node)] = None
         return _known(found)
+
+
+def _is_of_leaf(node: Any) -> bool:
+    """Return whether a node gives a parameter, cast or laid out otherwise."""
+    while node is not None and not is_leaf(node) and kind(node) in OF_ONE:
+        node = node.next_functions[0][0]
+    return node is not None and is_leaf(node)
+
+
+def _keeps(node: Any, first: torch.Size | None) -> bool:
+    """Return whether a parameter that is added below a node is added in what it gives, too.
+
+    Args:
+        node: the node.
+        first: the shape of one that is added in its first input.
+    """
+    name = kind(node)
+    if name in IN_SHAPE:
+        made = node._input_metadata[0].shape
+        return first is not None and len(first) == 1 and tuple(made[-1:]) == tuple(first)
+    # of what is below the other inputs of a product nothing is known
+    return name == "Add" or (name == "Addmm" and first is not None)
+
+
+def _added(below: Known, saved: torch.Tensor, through: Any | None) -> torch.Tensor | None:
+    """Return the parameter that was added in a value, from what was saved of it.
+
+    None where it cannot be told: it is that of the one sample.
+
+    Args:
+        below: the value, with the parameter as it is now.
+        saved: what was saved.
+        through: the node that has saved what it gives; None for what it was given.
+    """
+    assert below.added is not None
+    shape = torch.Size([1] * (below.value.dim() - len(below.added)) + list(below.added))
+    rows = [at for at, n in enumerate(shape) if n == 1 and below.value.shape[at] > 1]
+    if not rows or saved.shape != below.value.shape:
+        return None
+    if through is None:
+        return (saved - below.value).mean(rows, keepdim=True)
+    name = kind(through)
+    off = PREIMAGES[name](saved) - below.value
+    if name in ("LogSoftmax", "Softmax"):
+        # each row of a softmax is known up to a number
+        of_rows = off.mean(_signed(through._saved_dim), keepdim=True)
+        return (off - of_rows).mean(rows, keepdim=True)
+    flat = [at for at in range(saved.dim()) if at in rows]
+    kept = [at for at in range(saved.dim()) if at not in rows]
+    table = off.permute(*flat, *kept).flatten(0, len(flat) - 1)
+    result = saved.permute(*flat, *kept).flatten(0, len(flat) - 1)
+    if name == "Relu":
+        best = result.argmax(0, keepdim=True)
+        # where all are cut off, any number that is small enough will do
+        lowest = -below.value.permute(*flat, *kept).flatten(0, len(flat) - 1).amax(0, keepdim=True)
+        found = table.gather(0, best)
+        found = torch.where(result.gather(0, best) > 0, found, lowest.clamp(max=0))
+    else:
+        best = (result - FLATTEST[name]).abs().argmin(0, keepdim=True)
+        found = table.gather(0, best)
+    return found.reshape(shape)
+
+
+def _saved_inputs(node: Any) -> Iterator[tuple[tuple[Any, int], torch.Tensor]]:
+    """Yield the nodes that give what a node has saved of its inputs, with what it has saved."""
+    if isinstance(node, BackwardCFunction):
+        below = {one for one, _ in node.next_functions}
+        for tensor in saved_tensors(node, "tensors"):
+            given = tensor.grad_fn
+            if given is not None and given in below and not is_leaf(given):
+                yield (given, tensor.output_nr), tensor
+        return
+    row = ROWS.get(kind(node))
+    if row is None:
+        return
+    for name, edge in zip(row.inputs, node.next_functions, strict=False):
+        if not name or edge[0] is None or is_leaf(edge[0]):
+            continue
+        for tensor in saved_tensors(node, name)[:1]:
+            if tensor.layout == torch.strided and tensor.is_floating_point():
+                yield edge, tensor
 
 
 def _known(tensor: torch.Tensor) -> Known:
@@ -363,14 +509,15 @@ def rewritten_outside(loss: torch.Tensor) -> Written | None:
     values = _Values(reads_leaves=True)
     with torch.no_grad(), torch.autocast(loss.device.type, enabled=False):
         for node in _nodes_outside(loss.grad_fn):
-            if values.disagrees(node):
+            below = values.misread(node)
+            if below is not None:
                 said = (
-                    f"{kind(node)}, outside of the modules' calls, has given something else than"
+                    f"{kind(node)}, outside of the modules' calls, has saved something else than"
                     " follows now from what the nodes below it have saved for the backward: inputs,"
                     " or parameters, were written after it was computed, as through numpy or"
                     " `.data`"
                 )
-                is_of_weights = _reads_weights_alone(node.next_functions[0][0])
+                is_of_weights = _reads_weights_alone(below)
                 return Written("stale-parameters" if is_of_weights else "changed-batch", said)
     return None
 
@@ -378,6 +525,8 @@ def rewritten_outside(loss: torch.Tensor) -> Written | None:
 def _reads_weights_alone(node: Any) -> bool:
     """Return whether all that a node has saved, and that no other node gives, are parameters."""
     if node is None or is_leaf(node):
+        return False
+    if kind(node) not in ROWS:
         return False
     names = ROWS[kind(node)].inputs
     edges = [below for below, _ in node.next_functions]
@@ -388,7 +537,7 @@ def _reads_weights_alone(node: Any) -> bool:
 
 
 def _nodes_outside(root: Any) -> Iterator[Any]:
-    """Yield the nodes below one that save what they give, outside of recorded calls."""
+    """Yield the nodes below one, outside of recorded calls."""
     stack = [root]
     seen = set[Any]()
     while stack and len(seen) < MOST_NODES:
@@ -400,8 +549,7 @@ def _nodes_outside(root: Any) -> Iterator[Any]:
         if inputs is not None and node not in inputs:
             stack += inputs
             continue
-        if kind(node) in REPEATED:
-            yield node
+        yield node
         stack += [below for below, _ in node.next_functions]
 
 

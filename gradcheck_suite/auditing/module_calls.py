@@ -115,16 +115,72 @@ class AtBackward:
     Attributes:
         inputs: a fingerprint of each tensor of the arguments.
         point: a fingerprint of the parameters.
+        buffers: the same of the buffers.
         steps: how many steps the run had made.
         arguments: copies of the arguments, where these are other ones than at the call and are kept.
-        parameters: the same of the parameters.
+        tensors: the same of the parameters, and of the buffers.
     """
 
     inputs: list[Fingerprint]
     point: Point
+    buffers: Point
     steps: int
     arguments: list[Any] = field(default_factory=list)
-    parameters: Copies = field(default_factory=dict)
+    tensors: Copies = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Given:
+    """The positional arguments of a call as it begins: the call may write to them.
+
+    torch hands no keyword arguments to a hook that runs before the calls of all modules.
+
+    Attributes:
+        values: flat.
+        structure: how they are put together.
+        copies: of the tensors among `values`, where what calls are given is kept; else empty.
+        versions: of each of `values`.
+        needs_gradient: whether each required a gradient.
+        below: the autograd node of each that did.
+    """
+
+    values: list[Any]
+    structure: Any
+    copies: list[Any]
+    versions: list[int]
+    needs_gradient: list[bool]
+    below: list[Any]
+
+    @staticmethod
+    def of(arguments: tuple[Any, ...], *, copied: bool) -> Given:
+        """Note how arguments are now."""
+        values, structure = pytree.tree_flatten(arguments)
+        return Given(
+            values,
+            structure,
+            copies=_detached(values, copy=True) if copied else [],
+            versions=[_version_of(value) for value in values],
+            needs_gradient=[_needs_gradient(value) for value in values],
+            below=_nodes_of(values),
+        )
+
+
+def _version_of(value: Any) -> int:
+    """Return how often a tensor was written to as torch knows; -1 where nothing is known."""
+    is_known = isinstance(value, torch.Tensor) and not value.is_inference()
+    return value._version if is_known else -1
+
+
+def _needs_gradient(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _nodes_of(values: Iterable[Any]) -> list[Any]:
+    return [
+        torch.autograd.graph.get_gradient_edge(value).node
+        for value in values
+        if _needs_gradient(value)
+    ]
 
 
 @dataclass(eq=False)
@@ -137,15 +193,17 @@ class ModuleCall:
             storage, or are copies where inputs are kept.
         structure: how `arguments` are put together.
         given: the arguments themselves, their tensors detached.
-        versions: `_version` of each tensor of `given` when the module was called, -1 for other
-            values.
+        versions: `_version` of each of `arguments` when the call had returned, -1 for what is no
+            tensor.
+        writes: whether the call has written to each of `given` itself.
         inputs: a fingerprint of each tensor of `given` when the call had returned.
-        needs_gradient: whether each of `arguments` required a gradient.
+        needs_gradient: whether each of `arguments` required a gradient when the module was called.
         random: states of the random number generators.
         modes: `training` of each submodule.
         trained: whether each parameter required a gradient.
         autocast: device type, dtype, and whether autocast was on.
         point: fingerprint of the module's parameters when the call had returned.
+        buffers: the same of its buffers.
         kept: what was kept of its state before.
         on: modes of the program that were on, the innermost first.
         refusal: why it cannot be computed again, where that is known when it has returned; else
@@ -164,6 +222,7 @@ class ModuleCall:
     structure: Any
     given: list[Any]
     versions: list[int]
+    writes: list[bool]
     inputs: list[Fingerprint]
     needs_gradient: list[bool]
     random: RandomState
@@ -171,6 +230,7 @@ class ModuleCall:
     trained: tuple[bool, ...]
     autocast: tuple[str, torch.dtype, bool]
     point: Point
+    buffers: Point
     kept: CallInputs = field(default_factory=CallInputs)
     on: list[Any] = field(default_factory=list)
     refusal: str = ""
@@ -185,11 +245,12 @@ class ModuleCall:
     @property
     def changed(self) -> bool:
         """Whether torch knows that an argument was changed in place since the call."""
-        return any(
-            value._version != version
-            for value, version in zip(self.arguments, self.versions, strict=True)
-            if isinstance(value, torch.Tensor)
-        )
+        return [_version_of(value) for value in self.arguments] != self.versions
+
+    @property
+    def has_lost_inputs(self) -> bool:
+        """Whether the call has written to an argument of which no copy was made before."""
+        return self.arguments_are_given and any(self.writes)
 
     @property
     def watching(self) -> list[Any]:
@@ -217,6 +278,11 @@ class ModuleCall:
         return any(self.point != then.point for then in self.at_backward)
 
     @property
+    def has_written_buffers(self) -> bool:
+        """Whether a buffer had other values when its gradient came back than after the call."""
+        return any(self.buffers != then.buffers for then in self.at_backward)
+
+    @property
     def is_of_before_a_step(self) -> bool:
         """Whether an optimizer has stepped between the call and its backward."""
         return any(self.steps != then.steps for then in self.at_backward)
@@ -229,20 +295,24 @@ class ModuleCall:
             one is not None and len(one._backward_hooks or ()) > 1 for one in outputs
         )
         inputs = _fingerprints(self.given)
-        point = point_of(self.module)
+        point = point_of(self.module.parameters())
+        buffers = point_of(self.module.buffers())
         arguments = list[Any]()
-        parameters = Copies()
+        tensors = Copies()
         if not self.arguments_are_given and not _are_same(self.inputs, inputs):
             arguments = [_copy_of(value) for value in self.given]
         if self.kept.parameters and point != self.point:
-            parameters = _copies(self.module.parameters())
+            tensors |= _copies(self.module.parameters())
+        if self.kept.buffers and buffers != self.buffers:
+            tensors |= _copies(self.module.buffers())
         self.at_backward.append(
             AtBackward(
                 inputs,
                 point,
+                buffers,
                 steps,
                 arguments,
-                parameters,
+                tensors,
             )
         )
 
@@ -264,14 +334,13 @@ Point = tuple[Any, ...]
 their elements."""
 
 
-def point_of(module: torch.nn.Module) -> Point:
-    """Return what changes when something writes to a module's parameters, also through `.data`,
+def point_of(tensors: Iterable[torch.Tensor]) -> Point:
+    """Return what changes when something writes to parameters or buffers, also through `.data`,
     which no version tells of.
     """
     # a sparse or nested parameter has no address of its own
-    parameters = list(module.parameters())
-    versions = tuple(0 if p.is_inference() else p._version for p in parameters)
-    return versions, tuple(BatchedSampler().marks(parameters))
+    own = list(tensors)
+    return tuple(map(_version_of, own)), tuple(BatchedSampler().marks(own))
 
 
 def _autocast(module: torch.nn.Module) -> tuple[str, torch.dtype, bool]:
@@ -327,7 +396,8 @@ class ModuleCalls:
         self._failed = failed
         self._surrounding: torch.nn.Module | None = None
         self._outermost: torch.nn.Module | None = None
-        self._begun: tuple[tuple[Any, ...], Callable[..., ModuleCall]] | None = None
+        self._below_outermost = list[Any]()
+        self._begun: tuple[Given, Callable[..., ModuleCall]] | None = None
         self._handles: list[Any] = []
 
     def open(self) -> None:
@@ -369,6 +439,8 @@ class ModuleCalls:
                     self.repeated.enter(module, arguments)
             if self._outermost is None and _is_in_program():
                 self._outermost = module
+                with contextlib.suppress(Exception), Apart():
+                    self._below_outermost = _nodes_of(pytree.tree_leaves(arguments))
         if in_full is None or self._surrounding not in (None, module):
             return
         # their inner module is recorded instead: to call them again would start a collective
@@ -408,13 +480,15 @@ class ModuleCalls:
             refusal=LAZY if any(map(is_lazy, parameters)) else "",
             steps=self._steps(),
         )
-        self._begun = arguments, made
+        # what a call writes to where no version tells shows as other outputs, as a state does
+        copied = bool(self.keeps & {INPUTS, STATE})
+        self._begun = Given.of(arguments, copied=copied), made
 
     def _kept_of(self, module: torch.nn.Module) -> CallInputs:
         """Keep of a call what is asked for; calls at the same parameters share the copies of these."""
         if not self.keeps:
             return CallInputs()
-        at = (id(module), point_of(module))
+        at = (id(module), point_of(module.parameters()))
         last = self._last_kept and self._last_kept()
         kept = CallInputs.of(
             module, self.keeps, last.parameters if last and at == self._kept_at else None
@@ -439,9 +513,13 @@ class ModuleCalls:
                 self._note_outcome(module, (arguments, keywords), output)
         if module is self._outermost:
             self._outermost = None
+            below = self._below_outermost
+            self._below_outermost = []
             # a tensor of a class of its own may have no memory
             with contextlib.suppress(Exception), Apart():
-                note_call(module, pytree.tree_leaves((arguments, keywords)), differentiable(output))
+                below += _nodes_of(pytree.tree_leaves(keywords))
+                inputs = pytree.tree_leaves((arguments, keywords))
+                note_call(module, inputs, differentiable(output), below)
         if module is not self._surrounding:
             return
         begun = self._begun
@@ -450,7 +528,7 @@ class ModuleCalls:
             with Apart():
                 if begun is not None:
                     given, made = begun
-                    self._record(module, made, (given, keywords), output)
+                    self._record(module, made, given, keywords, output)
                 else:
                     for tensor in filter(has_values, differentiable(output)):
                         tensor.register_hook(self._hook(self._ran, id(module), module.training))
@@ -489,6 +567,7 @@ class ModuleCalls:
     def pass_begins(self) -> None:
         """Note from which random numbers a backward pass may draw."""
         if torch._C._current_graph_task_id() == -1:
+            self.repeated.pass_begins()
             with contextlib.suppress(Exception):
                 self._at_begin = _random_mark()
 
@@ -518,21 +597,30 @@ class ModuleCalls:
         return hook
 
     def _record(
-        self, module: torch.nn.Module, made: Callable[..., ModuleCall], given: Any, output: Any
+        self,
+        module: torch.nn.Module,
+        made: Callable[..., ModuleCall],
+        given: Given,
+        keywords: dict[str, Any],
+        output: Any,
     ) -> None:
-        values, structure = pytree.tree_flatten(given)
-        own = [_kept(v, copy=False) for v in values]
-        kept = [_kept(v, copy=True) for v in own] if INPUTS in self.keeps else own
+        positional = pytree.tree_unflatten(given.values, given.structure)
+        values, structure = pytree.tree_flatten((positional, keywords))
+        others = values[len(given.values) :]
+        own = _detached(values, copy=False)
+        kept = [*given.copies, *_detached(others, copy=True)] if given.copies else own
+        now = [_version_of(value) for value in given.values]
+        writes = [one != then for one, then in zip(now, given.versions, strict=True)]
         forward = made(
             arguments=kept,
             structure=structure,
             given=own,
             inputs=_fingerprints(own),
-            point=point_of(module),
-            versions=[value._version if isinstance(value, torch.Tensor) else -1 for value in kept],
-            needs_gradient=[
-                isinstance(value, torch.Tensor) and value.requires_grad for value in values
-            ],
+            point=point_of(module.parameters()),
+            buffers=point_of(module.buffers()),
+            versions=[_version_of(value) for value in kept],
+            writes=[*writes, *(False for _ in others)],
+            needs_gradient=[*given.needs_gradient, *map(_needs_gradient, others)],
         )
         if any(not p.is_leaf for p in module.parameters()):
             forward.refusal = LENT.format(current_place().line)
@@ -540,7 +628,7 @@ class ModuleCalls:
         if (once := (id(module), module.training)) not in self._looked_at:
             self._looked_at.add(once)
             self.functions |= set(filter(is_of_program, kinds_of(differentiable(output))))
-        mark_call(differentiable(output), values)
+        mark_call(differentiable(output), [*given.below, *_nodes_of(others)])
         for tensor in filter(_computes_in_python, leaves_of(output)):
             forward.refusal = OF_PYTHON.format(type(tensor).__name__)
             tensor.register_hook(self._hook(self._receive, forward, -1))
@@ -563,11 +651,17 @@ def _let_pass(
         forward.passed[index] = given
 
 
-def _kept(value: Any, *, copy: bool) -> Any:
-    """Return a tensor as one of its class that has no graph, any other value as it is."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return _of_class(value, value.detach().clone() if copy else value.detach())
+def _detached(values: Sequence[Any], *, copy: bool) -> list[Any]:
+    """Return tensors as ones of their classes that have no graph, other values as they are.
+
+    A tensor that is given twice stays one: a call that writes to it writes to both.
+    """
+    made = {
+        id(value): _of_class(value, value.detach().clone() if copy else value.detach())
+        for value in values
+        if isinstance(value, torch.Tensor)
+    }
+    return [made.get(id(value), value) for value in values]
 
 
 def _of_class(like: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
@@ -1082,21 +1176,21 @@ class _Watched:
 def _values(
     arguments: Sequence[Any],
     needs_gradient: Sequence[bool],
-    how: ReplayOptions,
     generator: torch.Generator | None,
     unit: torch.dtype | None,
 ) -> list[Any]:
-    """Return the arguments of a second call."""
-    values = list[Any]()
+    """Return the arguments of a second call: copies, since a module may write to what it is given.
+
+    A tensor that is given twice is one here, too.
+    """
+    made = dict[int, torch.Tensor]()
     for value, need in zip(arguments, needs_gradient, strict=True):
-        if not isinstance(value, torch.Tensor):
-            values.append(value)
-            continue
-        now = value.detach().clone() if how.as_it_was_at_backward else value
-        leaf = _of_class(value, _nudged(now, generator, unit).detach()).requires_grad_(need)
-        # what comes from a layer before is no leaf, and a module may write to it
-        values.append(leaf.clone() if need else leaf)
-    return values
+        if isinstance(value, torch.Tensor) and id(value) not in made:
+            copy = _nudged(value, generator, unit).detach().clone()
+            leaf = _of_class(value, copy).requires_grad_(need)
+            # what comes from a layer before is no leaf, which nothing may write to in place
+            made[id(value)] = leaf.clone() if need else leaf
+    return [made.get(id(value), value) for value in arguments]
 
 
 @dataclass
@@ -1138,7 +1232,7 @@ class _Replacements:
         tensors = {id(t): kept.get(id(t), t).detach().clone() for t in constants}
         if not how.own_parameters:
             tensors.update((id(p), leaf) for p, leaf in zip(real, leaves, strict=True))
-        values = _values(arguments, forward.needs_gradient, how, generator, unit)
+        values = _values(arguments, forward.needs_gradient, generator, unit)
         return _Replacements(
             real,
             leaves,
@@ -1149,9 +1243,10 @@ class _Replacements:
     def write(self, at_backward: Sequence[AtBackward]) -> None:
         """Write what the program had written between the call and its backward."""
         for then in at_backward[-1:]:
-            for p, leaf in zip(self.real, self.leaves, strict=True):
-                if id(p) in then.parameters:
-                    leaf.data.copy_(then.parameters[id(p)])
+            of_parameters = zip(map(id, self.real), self.leaves, strict=True)
+            for key, own in (*of_parameters, *self.tensors.items()):
+                if key in then.tensors:
+                    own.data.copy_(then.tensors[key])
             for value, other in zip(self.arguments, then.arguments, strict=False):
                 if isinstance(value, torch.Tensor):
                     value.data.copy_(other)

@@ -119,16 +119,23 @@ class RecordedCall:
         cotangents: index of an output -> the gradient that it received.
         index: of the pass among the window's.
         weight: by which the gradients are multiplied.
+        is_sampled: whether projections of its gradients are compared, and not all of their
+            elements.
     """
 
     forward: ModuleCall
     cotangents: dict[int, torch.Tensor]
     index: int
     weight: float = 1.0
+    is_sampled: bool = False
 
 
 def recorded_calls(
-    passes: Sequence[ActivePass], weights: Sequence[float], unseen: str = UNSEEN
+    passes: Sequence[ActivePass],
+    weights: Sequence[float],
+    unseen: str = UNSEEN,
+    *,
+    is_sampled: bool = False,
 ) -> list[RecordedCall]:
     """Return the recorded calls of a window.
 
@@ -136,6 +143,7 @@ def recorded_calls(
         passes: the backward passes.
         weights: of each pass.
         unseen: why a call may not be recorded.
+        is_sampled: whether projections of gradients are compared, and not all of their elements.
 
     Raises:
         NotRecomputed: no call was recorded in some pass, or an input was changed in place.
@@ -149,6 +157,12 @@ def recorded_calls(
         for forward, received in one.forwards.items():
             if forward.refusal:
                 raise NotRecomputed(forward.refusal)
+            if forward.has_lost_inputs:
+                raise NotKept(
+                    INPUTS,
+                    "a call of the model writes to a tensor that it is given, in place",
+                    may_be_wrong=False,
+                )
             if forward.changed:
                 raise _input_changed([forward])
             parts.append(
@@ -157,6 +171,7 @@ def recorded_calls(
                     dict(received),
                     index,
                     weight,
+                    is_sampled,
                 )
             )
     return parts
@@ -243,16 +258,26 @@ class AccumulatedGradient:
     dtype: str | None = None
     functions: frozenset[type] = frozenset()
 
-    def add(self, found: ReplayResult, weight: float) -> None:
-        """Add a contribution."""
+    def add(self, found: ReplayResult, weight: float, *, is_sampled: bool = False) -> None:
+        """Add a contribution, or projections of it."""
         self.terms += 1
         self.functions |= found.functions
         for key, gradient in found.gradients.items():
             scaled = gradient * weight if weight != 1 else gradient
+            self.sizes[key] = self.sizes.get(key, 0.0) + norm(scaled)
+            if is_sampled:
+                scaled = _projections(read_samples([sample(scaled, whole=True)])[0])
             self.gradients[key] = (
                 add_gradients(self.gradients[key], scaled) if key in self.gradients else scaled
             )
-            self.sizes[key] = self.sizes.get(key, 0.0) + norm(scaled)
+
+
+def _projections(sampled: Vector) -> torch.Tensor:
+    """Return the projections of a gradient, so that their 2-norm is about that of the gradient.
+
+    With random signs, the square of each of them is that of the norm in the mean.
+    """
+    return torch.from_numpy(sampled[ELEMENTS:] / PROJECTIONS**0.5)
 
 
 def by_micro_batch(
@@ -269,7 +294,7 @@ def by_micro_batch(
         )
     for part in parts:
         found = replay(part.forward, part.forward.arguments, part.cotangents, how)
-        total.add(found, part.weight)
+        total.add(found, part.weight, is_sampled=part.is_sampled)
         replayed.append(replace(found, gradients={}))
     return total, replayed
 
@@ -380,7 +405,7 @@ def in_one_batch(parts: Sequence[RecordedCall]) -> AccumulatedGradient | None:
     if not _same_outputs(parts, found, concatenated.rows):
         return None
     total = AccumulatedGradient()
-    total.add(found, 1.0)
+    total.add(found, 1.0, is_sampled=parts[0].is_sampled)
     total.terms = sum(concatenated.rows)
     return total
 
@@ -635,6 +660,10 @@ SENTENCES = {
         "parameters were written between a call of the model and its backward, which then computes"
         " with other ones than the call"
     ),
+    "written buffers": (
+        "buffers of the model were written between its call and its backward, which then computes"
+        " with other ones than the call"
+    ),
     "before the step": (
         "an optimizer stepped between the call of the model and its backward: the gradient is the one"
         " at the parameters of before, and the next step starts from other ones"
@@ -719,6 +748,8 @@ class RecomputeRequest:
         known: the custom functions that were judged before; new ones are added.
         used_at: id of a parameter -> a line that uses it, where that is known.
         turn: the one pass that is enough where it shows nothing; None where all are asked for.
+        is_sampled: whether `observed` has projections of what the passes have brought to each
+            parameter, in place of a `.grad` that was edited after them.
     """
 
     passes: Sequence[ActivePass]
@@ -729,6 +760,26 @@ class RecomputeRequest:
     known: set[FunctionKey]
     used_at: Mapping[int, str] = field(default_factory=dict)
     turn: PassInTurn | None = None
+    is_sampled: bool = False
+
+    def of_arrivals(self, brought: Mapping[int, Vector]) -> RecomputeRequest:
+        """Return the same of what the passes have brought, in place of `.grad`.
+
+        Args:
+            brought: id of a parameter -> a sample of that, as a whole.
+        """
+        projections = {
+            # bounds are those of the dtype in which gradients are added up
+            key: _projections(brought[key]).to(now.dtype.to_real())
+            for key, now in self.observed.items()
+            if key in brought
+        }
+        return replace(self, observed=projections, factor=1.0, turn=None, is_sampled=True)
+
+    @property
+    def subject(self) -> str:
+        """What is compared, in a sentence."""
+        return "what has arrived in `.grad`" if self.is_sampled else "`.grad`"
 
     @property
     def outside(self) -> set[int]:
@@ -843,7 +894,12 @@ def _common_modes(
 
 
 def _compute(asked: RecomputeRequest, result: RecomputeResult) -> None:
-    received = recorded_calls(asked.passes, asked.weights, asked.unseen(asked.observed))
+    received = recorded_calls(
+        asked.passes,
+        asked.weights,
+        asked.unseen(asked.observed),
+        is_sampled=asked.is_sampled,
+    )
     modes = _common_modes(received, asked.passes)
     if asked.turn is not None and not modes and _holds_in_turn(asked, asked.turn, received, result):
         return
@@ -1114,7 +1170,7 @@ def _explain_lost(
     moved = [
         forward
         for forward in forwards
-        if not forward.kept.parameters and forward.point != point_of(forward.module)
+        if not forward.kept.parameters and forward.point != point_of(forward.module.parameters())
     ]
     if any(forward.was_moved for forward in moved):
         raise NotKept(
@@ -1213,6 +1269,55 @@ def _off(part: RecordedCall, found: ReplayResult) -> float:
     return max(_distance(part.forward.outputs[i], found.outputs[i]) for i in part.cotangents)
 
 
+@dataclass(frozen=True)
+class Writable:
+    """What a program may write between a call of a model and its backward.
+
+    Attributes:
+        what: it is.
+        was_written: whether it was, of a call.
+        is_kept: whether it is known as it was at the call.
+        kept_as: what is to be kept of a call, that it is.
+        fault: the name of the fault.
+        sentence: the key of the sentence.
+    """
+
+    what: str
+    was_written: Callable[[ModuleCall], bool]
+    is_kept: Callable[[ModuleCall], bool]
+    kept_as: str
+    fault: str
+    sentence: str
+
+
+WRITABLE = (
+    Writable(
+        "inputs",
+        lambda forward: forward.was_refilled,
+        lambda forward: not forward.arguments_are_given,
+        INPUTS,
+        "changed-batch",
+        "changed-batch",
+    ),
+    Writable(
+        "parameters",
+        lambda forward: forward.was_moved,
+        lambda forward: bool(forward.kept.parameters),
+        PARAMETERS,
+        "stale-parameters",
+        "stale-parameters",
+    ),
+    Writable(
+        "buffers",
+        lambda forward: forward.has_written_buffers,
+        lambda forward: bool(forward.kept.buffers),
+        STATE,
+        "changed-batch",
+        "written buffers",
+    ),
+)
+
+
 def _judge_difference(
     asked: RecomputeRequest,
     received: Sequence[RecordedCall],
@@ -1226,34 +1331,21 @@ def _judge_difference(
         NotRecomputed: nothing that was measured explains it.
     """
     forwards = list(dict.fromkeys(part.forward for part in parts))
-    for written, kept, what, name in (
-        (
-            [forward for forward in forwards if forward.was_refilled],
-            lambda forward: not forward.arguments_are_given,
-            INPUTS,
-            "changed-batch",
-        ),
-        (
-            [forward for forward in forwards if forward.was_moved],
-            lambda forward: bool(forward.kept.parameters),
-            PARAMETERS,
-            "stale-parameters",
-        ),
-    ):
-        if written and not all(map(kept, written)):
+    for one in WRITABLE:
+        written = list(filter(one.was_written, forwards))
+        if not written:
+            continue
+        if not all(map(one.is_kept, written)):
             raise NotKept(
-                what,
-                f"{what} were written between a call of the model and its backward",
+                one.kept_as,
+                f"{one.what} were written between a call of the model and its backward",
                 may_be_wrong=True,
             )
-        if written:
-            again, _, _ = _computed(
-                asked, parts, ReplayOptions(scale=1.0, as_it_was_at_backward=True)
-            )
-            if again.worst is None:
-                _blame(name, SENTENCES[name], difference, result)
-                result.causes = ("written",)
-                return
+        how = ReplayOptions(scale=1.0, as_it_was_at_backward=True)
+        if _computed(asked, parts, how)[0].worst is None:
+            _blame(one.fault, SENTENCES[one.sentence], difference, result)
+            result.causes = ("written",)
+            return
     _judge_backward(asked, received, difference, result)
 
 
@@ -1395,7 +1487,7 @@ def _refuse_difference(
         NotRecomputed: always.
     """
     by = (
-        f"`.grad` differs from the gradient of the window that is computed again by"
+        f"{asked.subject} differs from the gradient of the window that is computed again by"
         f" {found.error:.2g} of its size, {found.ratio:.3g} times what rounding explains"
     )
     if any(part.forward.has_hooked_output for part in parts):

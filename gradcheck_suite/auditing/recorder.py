@@ -52,7 +52,7 @@ from gradcheck_suite.auditing.events import (
     PassRecord,
     StepRecord,
 )
-from gradcheck_suite.auditing.known_graphs import KnownGraphs, Made
+from gradcheck_suite.auditing.known_graphs import KnownGraphs, Made, Uses, uses_below
 from gradcheck_suite.auditing.loss_values import rewritten_loss, rewritten_outside
 from gradcheck_suite.auditing.modes import Apart, is_of_rows
 from gradcheck_suite.auditing.parameter_points import ParameterPoints, Points
@@ -148,6 +148,7 @@ class TrackedParameter:
         ratio: by which these changed those elements in the last pass.
         is_changed: whether they have changed anything so far.
         times: how often one of them was on it then.
+        owners: the optimizers that have listed it at their first step.
     """
 
     reference: weakref.ref[torch.Tensor]
@@ -160,6 +161,12 @@ class TrackedParameter:
     ratio: torch.Tensor | None = None
     is_changed: bool = False
     times: int = 0
+    owners: tuple[int, ...] = ()
+
+    @property
+    def groups(self) -> Sequence[int | None]:
+        """The optimizers whose gradients are reset with this one's, None where none is known."""
+        return self.owners or (None,)
 
 
 @dataclass(frozen=True)
@@ -262,6 +269,7 @@ class ActivePass:
             there.
         outside: what it passes outside of these, where its window is to be computed again.
         written: what it reads that was written since the forward, in such a window.
+        resets: index of an optimizer -> where its gradients were let go before the pass.
     """
 
     record: PassRecord
@@ -271,6 +279,7 @@ class ActivePass:
     forwards: dict[Any, dict[int, torch.Tensor]] = field(default_factory=dict)
     outside: Outside = field(default_factory=Outside)
     written: Written | None = None
+    resets: dict[int | None, Place] = field(default_factory=dict)
 
 
 GROUPING = "_group_tensors_by_device_and_dtype"
@@ -430,7 +439,7 @@ class Recorder:
         self._shards: set[int] = set()
         self._groups: dict[int, weakref.ref[Any]] | None = None
         self._late: list[PassRecord] = []
-        self._reset: Place | None = None
+        self._resets: dict[int | None, Place] = {}
         self._schedules: list[weakref.ref[Any]] | None = None
         self._averages: list[weakref.ref[torch.Tensor]] = []
         self._points_of = ParameterPoints()
@@ -523,7 +532,8 @@ class Recorder:
         self._standing.clear()
         self._graphs.forget()
         self._late.clear()
-        self.last = self._reset = None
+        self._resets.clear()
+        self.last = None
 
     def _unhook(self, begin: int = 0) -> None:
         for handle in self._handles[begin:]:
@@ -667,17 +677,14 @@ class Recorder:
         # what a pass computes itself, as an adjoint does, would take ten times as long with stacks
         self._end_of_stacks()
         is_kept = accumulates or any(isinstance(p, torch.nn.Parameter) for p in inputs)
+        resets = dict[int | None, Place]()
         if is_kept:
-            record = PassRecord(
-                current_place(),
-                accumulates,
-                loop=loop_here(),
-                reset=self._reset,
-            )
-            self._reset = None
+            record = PassRecord(current_place(), accumulates, loop=loop_here())
+            resets = self._resets
+            self._resets = {}
         else:
             record = PassRecord(NOWHERE, False)  # of which nothing is kept
-        running = ActivePass(record, Reader())
+        running = ActivePass(record, Reader(), resets=resets)
         self._unbound.append(running)
         if self._objectives:
             self._declare(roots)
@@ -808,6 +815,7 @@ class Recorder:
         if running.outer is None and not apart:
             own = [known.reference() for known in self.parameters.values()]
             if self._graphs.knows(place, Made.of(roots, own)):
+                running.record.uses = self._graphs.uses_at(place)
                 return
         leaves, joins = leaves_below(edge_of(root)[0] for root in roots)
         self._watch_leaves(leaves, apart=apart)
@@ -818,7 +826,20 @@ class Recorder:
             self._note_joins(running, leaves)
         if running.outer is None and not apart:
             keys = [self._keys[id(leaf)] for leaf in leaves]
-            self._graphs.note(place, keys, is_plain=not joins)
+            uses = running.record.uses = self._uses(roots)
+            self._graphs.note(
+                place,
+                keys,
+                uses,
+                is_plain=not joins,
+            )
+
+    def _uses(self, roots: Sequence[Any]) -> dict[int, Uses]:
+        """Return by which nodes a graph uses parameters, where several optimizers may share it."""
+        if len(self._optimizers) < 2:  # a second walk, for which one optimizer has no need
+            return {}
+        uses = uses_below(edge_of(root)[0] for root in roots)
+        return {self._keys[i]: one for i, one in uses.items() if i in self._keys}
 
     def _watch_leaves(self, leaves: Sequence[torch.Tensor], *, apart: bool) -> None:
         """Watch the parameters that a pass reaches."""
@@ -943,9 +964,27 @@ class Recorder:
         self.passes_seen += 1
         running.record.points = self._points()
         running.record.clocks = self._clocks()
+        self._hand_over_resets(running)
         self.last = running
         self._note_unstepped()
         self._receive(running.record)
+
+    def _hand_over_resets(self, running: ActivePass) -> None:
+        """Give a pass the resets of the optimizers whose parameters it has reached; those of the
+        others wait for a pass of theirs.
+        """
+        if not running.resets:
+            return
+        reached = set[int | None]()
+        for key in running.record.arrivals:
+            reached.update(self.parameters[key].groups)
+            if reached >= running.resets.keys():
+                break
+        for optimizer, place in running.resets.items():
+            if optimizer in reached:
+                running.record.resets[optimizer] = place
+            else:
+                self._resets.setdefault(optimizer, place)
 
     def _note_unstepped(self) -> None:
         """Note why no step may come, as long as none has: when the program has ended, its optimizers
@@ -1169,19 +1208,24 @@ class Recorder:
             known = self.parameters[key]
             reference = known.gradient[0] if known.gradient is not None else None
             if reference is None or reference() is not gradient:
-                reference = weakref.ref(gradient, self._let_go)
+                reference = weakref.ref(gradient, functools.partial(self._let_go, key))
             known.gradient = reference, gradient._version, mark
         return dict(zip(gradients, found, strict=True))
 
-    def _let_go(self, _: Any) -> None:
-        # called for each gradient, of which the first one tells
-        if self._reset is None and not self.is_silent and self._handles:
-            self._note_reset()
+    def _let_go(self, key: int, _: Any) -> None:
+        known = self.parameters.get(key)
+        if known is None or self.is_silent or not self._handles:
+            return
+        # called for each gradient, of which the first one of each optimizer tells: several may be
+        # reset one after the other, and the line that throws away what is needed is that of one
+        for optimizer in known.groups:
+            if optimizer not in self._resets:
+                self._note_reset(optimizer)
 
     @_guarded(SUMS)
-    def _note_reset(self) -> None:
-        """Note where a gradient is let go, as by `zero_grad`, which has no hook."""
-        self._reset = current_place()
+    def _note_reset(self, optimizer: int | None) -> None:
+        """Note where gradients of an optimizer are let go, as by `zero_grad`, which has no hook."""
+        self._resets[optimizer] = current_place()
 
     @_guarded(SUMS)
     def _arrive_all(self, running: ActivePass) -> None:
@@ -1507,6 +1551,9 @@ class Recorder:
             self._find_scale(step, optimizer)
         step.frozen = frozenset(self._keys[id(p)] for p in own if not p.requires_grad)
         if is_first:
+            for key in gradients:
+                known = self.parameters[key]
+                known.owners = (*known.owners, index)
             self._note_memory(step, own, given)
         if idle:
             step.moved = self._values(gradients)

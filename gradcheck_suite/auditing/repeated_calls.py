@@ -2,15 +2,19 @@
 
 What is called again with the same inputs must give what it gave in the forward: with other random
 numbers of whatever generator, in another mode, or with other state, the gradient is that of another
-function. Results are compared, and not the causes.
+function. Results are compared, and where they differ the cause is measured: what the forward gave to
+a checkpoint, or to the module, has other values now; the parameters or buffers of the module have;
+its mode is another one. What remains is the fault of what computes again.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -25,13 +29,65 @@ from gradcheck_suite.auditing.samples import (
     is_same_fingerprint,
     read_samples,
 )
+from gradcheck_suite.auditing.saved_values import Written
 from gradcheck_suite.auditing.vectors import distance
 
 CHECKPOINT = "torch.utils.checkpoint"
+MOST_GIVEN = 64
+"""Tensors that a checkpoint is given which are looked at."""
 OTHER = {torch.float64: 2.0**-26, torch.float32: 2.0**-10, torch.float16: 2.0**-7}
 """Relative difference from which on outputs are others, and not rounded otherwise."""
 OTHER_COARSE = 2.0**-4
 """The same of bfloat16 and what is coarser."""
+
+Marks = tuple[int, ...]
+"""A checksum of each of some tensors, or its version where it lies on a device."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A tensor that the forward computed from.
+
+    Attributes:
+        tensor: a reference to it.
+        held: a fingerprint of what it held.
+        version: how often it had been written to as torch knows.
+    """
+
+    tensor: weakref.ref[torch.Tensor]
+    held: Fingerprint
+    version: int
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> _Source:
+        """Note what a tensor holds."""
+        return _Source(weakref.ref(tensor), fingerprint(tensor), *_versions([tensor]))
+
+    def is_written(self, *, unseen: bool) -> bool:
+        """Return whether it holds something else now, as far as it is still there.
+
+        Args:
+            unseen: whether writes count alone of which torch does not know.
+        """
+        now = self.tensor()
+        if now is None or is_same_fingerprint(self.held, fingerprint(now)):
+            return False
+        return not unseen or [self.version] == _versions([now])
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """How things are when a call of the forward begins.
+
+    Attributes:
+        versions: how often each tensor of its arguments was written to in place.
+        sources: what the checkpoint around it was given.
+        buffers: a checksum of each buffer of the module.
+    """
+
+    versions: list[int]
+    sources: Sequence[_Source]
+    buffers: Marks
 
 
 @dataclass(frozen=True)
@@ -44,6 +100,10 @@ class _ModuleCall:
         outputs: the same of what it has returned.
         dtypes: of `outputs`.
         training: its mode.
+        point: a checksum of each parameter of the module.
+        sources: the tensors that the checkpoint around it, and the module itself, were given.
+        buffers: the same of its buffers; None where the call writes to them.
+        passes: how many backward passes had begun.
     """
 
     inputs: list[Fingerprint]
@@ -51,6 +111,14 @@ class _ModuleCall:
     outputs: list[Raw]
     dtypes: tuple[torch.dtype, ...]
     training: bool
+    point: Marks = ()
+    sources: Sequence[_Source] = ()
+    buffers: Marks | None = None
+    passes: int = 0
+
+    def is_of_written(self, *, unseen: bool) -> bool:
+        """Return whether something that it was computed from was written, or was so unseen."""
+        return any(source.is_written(unseen=unseen) for source in self.sources)
 
     def has_inputs_of(self, other: _ModuleCall) -> bool:
         """Return whether both were given the same, to the bit."""
@@ -82,7 +150,7 @@ def _numbers(values: Iterable[Any]) -> list[torch.Tensor]:
     ]
 
 
-def _call(training: bool, given: Any, output: Any) -> _ModuleCall:
+def _call(module: torch.nn.Module, given: Any, output: Any) -> _ModuleCall:
     values = pytree.tree_leaves(given)
     inputs = [fingerprint(one) for one in values if isinstance(one, torch.Tensor)]
     numbers = _numbers(values)
@@ -93,7 +161,9 @@ def _call(training: bool, given: Any, output: Any) -> _ModuleCall:
         found[: len(numbers)],
         found[len(numbers) :],
         tuple(one.dtype for one in outputs),
-        training,
+        module.training,
+        _marks(module.parameters()),
+        buffers=_marks(module.buffers()),
     )
 
 
@@ -113,47 +183,105 @@ def _is_in_checkpoint() -> bool:
     return False
 
 
+def _marks(tensors: Iterable[torch.Tensor]) -> Marks:
+    """Return a checksum of each tensor, or its version where it lies on a device."""
+    own = list(tensors)
+    marks = BatchedSampler().marks(own)
+    return tuple(
+        version if mark is None else mark
+        for version, mark in zip(_versions(own), marks, strict=True)
+    )
+
+
+def _given_to(frame: FrameType) -> list[torch.Tensor]:
+    """Return the tensors among the arguments of a running function.
+
+    Parameters are compared where a module is called.
+    """
+    code = frame.f_code
+    flags = (inspect.CO_VARARGS, inspect.CO_VARKEYWORDS)
+    rest = sum(bool(code.co_flags & flag) for flag in flags)
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + rest]
+    leaves = pytree.tree_leaves([frame.f_locals.get(name) for name in names])
+    tensors = [one for one in leaves if isinstance(one, torch.Tensor)]
+    return [one for one in tensors if not isinstance(one, torch.nn.Parameter)][:MOST_GIVEN]
+
+
+def _repeating_frame() -> FrameType | None:
+    """Return the frame of a checkpoint that runs; None for none.
+
+    It is torch's own, or the `forward` of an `autograd.Function`, whose first argument is `ctx` by
+    torch's convention.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        is_own = code.co_name == "checkpoint" and frame.f_globals.get("__name__") == CHECKPOINT
+        if is_own or code.co_varnames[:1] == ("ctx",):
+            return frame
+        frame = frame.f_back
+    return None
+
+
 def may_be_repeated() -> bool:
     """Return whether what computes now may be computed once more by a backward.
 
     A checkpoint calls without a gradient, or under hooks on what is saved, or in the `forward` of an
-    `autograd.Function`, whose first argument is `ctx` by torch's convention. To note all other calls
-    costs a small transformer a hundredth of 160 windows.
+    `autograd.Function`. To note all other calls costs a small transformer a hundredth of 160 windows.
     """
     if not torch.is_grad_enabled():
         return True
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return True
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_varnames[:1] == ("ctx",):
-            return True
-        frame = frame.f_back
-    return False
+    return _repeating_frame() is not None
 
 
 class RepeatedCalls:
     """Compares what a backward calls once more with what the forward has called.
 
     Attributes:
-        said: what the first module does otherwise; empty for nothing.
+        found: what the first module does otherwise, and the name of the fault; None for nothing.
     """
 
     def __init__(self) -> None:
-        self.said = ""
+        self.found: Written | None = None
         self._calls: defaultdict[int, list[_ModuleCall]] = defaultdict(list)
-        self._versions: defaultdict[int, list[list[int]]] = defaultdict(list)
+        self._begun: defaultdict[int, list[_Begun]] = defaultdict(list)
+        self._sources = dict[tuple[tuple[int, int], ...], list[_Source]]()
+        self._passes = 0
 
     def forget(self) -> None:
         """Forget the calls of a window that is over."""
         self._calls.clear()
-        self._versions.clear()
-        self.said = ""
+        self._begun.clear()
+        self._sources.clear()
+        self.found = None
+
+    def pass_begins(self) -> None:
+        """Note that a backward pass begins."""
+        self._passes += 1
+        # the program may write the next batch to the same memory
+        self._sources.clear()
 
     def begin(self, module: torch.nn.Module, arguments: Any) -> None:
         """Note that a call of the forward begins, where a backward may make it once more."""
         if may_be_repeated():
-            self._versions[id(module)].append(_versions(arguments))
+            self._begun[id(module)].append(
+                _Begun(_versions(arguments), self._around(), _marks(module.buffers()))
+            )
+
+    def _around(self) -> Sequence[_Source]:
+        """Return what the checkpoint that runs was given; all modules in it share that."""
+        frame = _repeating_frame()
+        if frame is None:
+            return ()
+        tensors = _given_to(frame)
+        key = tuple(zip(map(id, tensors), _versions(tensors), strict=True))
+        known = self._sources.get(key)
+        # the id of a tensor that is gone may be another one's now
+        if known is None or any(one.tensor() is None for one in known):
+            known = self._sources[key] = [_Source.of(one) for one in tensors]
+        return known
 
     def note(self, module: torch.nn.Module, given: Any, output: Any) -> None:
         """Note a call of the forward whose beginning was noted.
@@ -161,51 +289,102 @@ class RepeatedCalls:
         One that writes to its input, as `ReLU(inplace=True)` does, is left out: what it was given is
         known no more when it has returned.
         """
-        began = self._versions.get(id(module))
-        if not began:
+        noted = self._begun.get(id(module))
+        if not noted:
             return
-        then = began.pop()
+        begun = noted.pop()
         # keyword arguments come last, and are not told when a call begins
-        if then == _versions(given)[: len(then)]:
-            self._calls[id(module)].append(_call(module.training, given, output))
+        if begun.versions != _versions(given)[: len(begun.versions)]:
+            return
+        call = _call(module, given, output)
+        tensors = [one for one in pytree.tree_leaves(given) if isinstance(one, torch.Tensor)]
+        own = [
+            _Source(weakref.ref(one), held, *_versions([one]))
+            for one, held in zip(tensors, call.inputs, strict=True)
+            if not isinstance(one, torch.nn.Parameter)
+        ]
+        self._calls[id(module)].append(
+            replace(
+                call,
+                sources=[*begun.sources, *own],
+                buffers=call.buffers if call.buffers == begun.buffers else None,
+                passes=self._passes,
+            )
+        )
 
     def enter(self, module: torch.nn.Module, given: Any) -> None:
         """Compare what a checkpoint gives to a module inside of a backward with the forward.
 
         It may end before the module returns: when it has all that the backward reads. A function of
-        one's own may call a module at other inputs on purpose.
+        one's own may call a module at other inputs on purpose, and may write to what it was given,
+        as a search for a fixed point does; writes of which torch does not know are none of its own.
         """
         known = self._calls.get(id(module))
-        if not known or self.said or not _is_in_checkpoint():
+        if not known or self.found:
             return
-        now = _call(module.training, given, None).given
+        # a pass has the calls since the one before, but where all forwards come first
+        latest = [then for then in known if then.passes == known[-1].passes]
+        is_of_torch = _is_in_checkpoint()
+        is_written = any(then.is_of_written(unseen=not is_of_torch) for then in latest)
+        if not is_of_torch and not is_written:
+            return
+        now = _call(module, given, None).given
         rough = [OTHER_COARSE] * len(now)
-        if not any(_are_near(now, then.given[: len(now)], rough) for then in known):
-            name = type(module).__name__
-            self.said = (
-                f"a checkpoint calls a module ({name}) again inside of the backward with other"
-                " inputs than in the forward: what it computes before that call is not the same"
-                " again (random numbers, a mode, other state)"
-            )
+        if any(_are_near(now, then.given[: len(now)], rough) for then in known):
+            return
+        name = type(module).__name__
+        if is_written:
+            self.found = Written("changed-batch", INPUT_WRITTEN.format(module=name))
+        else:
+            self.found = Written("wrong-backward", OTHER_INPUTS.format(module=name))
 
     def compare(self, module: torch.nn.Module, given: Any, output: Any) -> None:
         """Compare a call inside of a backward with those of the forward."""
         known = self._calls.get(id(module))
-        if not known or self.said:
+        if not known or self.found:
             return
-        now = _call(module.training, given, output)
+        now = _call(module, given, output)
         same = [then for then in known if now.has_inputs_of(then)]
-        name = type(module).__name__
-        if not same:
+        if not same or any(now.has_outputs_of(then) for then in same):
             return
-        if any(now.has_outputs_of(then) for then in same):
-            return
-        why = "it uses other random numbers or other state"
-        if all(then.training != now.training for then in same):
-            modes = "eval", "train"
-            was = modes[same[0].training]
-            why = f"it was in {was} mode, and is in {modes[now.training]} mode now"
-        self.said = (
-            f"a module ({name}) is called again inside of the backward, as by a checkpoint, and with"
-            f" the inputs of the forward it gives other outputs: {why}"
-        )
+        self.found = _explained(type(module).__name__, now, same)
+
+
+def _explained(name: str, now: _ModuleCall, same: Sequence[_ModuleCall]) -> Written:
+    """Say why a module gives other outputs with the inputs of some calls of the forward.
+
+    Args:
+        name: of the module's class.
+        now: the call inside of the backward.
+        same: those of the forward with the same inputs.
+    """
+    if all(then.training != now.training for then in same):
+        modes = "eval", "train"
+        was = modes[same[0].training]
+        why = f"it was in {was} mode, and is in {modes[now.training]} mode now"
+        return Written("wrong-backward", OTHER_OUTPUTS.format(module=name, why=why))
+    if all(then.point != now.point for then in same):
+        return Written("stale-parameters", WRITTEN.format(module=name, what="parameters"))
+    if all(then.buffers not in (None, now.buffers) for then in same):
+        return Written("changed-batch", WRITTEN.format(module=name, what="buffers"))
+    why = "it uses other random numbers or other state"
+    return Written("wrong-backward", OTHER_OUTPUTS.format(module=name, why=why))
+
+
+OTHER_INPUTS = (
+    "a checkpoint calls a module ({module}) again inside of the backward with other inputs than in"
+    " the forward: what it computes before that call is not the same again (random numbers, a mode,"
+    " other state)"
+)
+OTHER_OUTPUTS = (
+    "a module ({module}) is called again inside of the backward, as by a checkpoint, and with the"
+    " inputs of the forward it gives other outputs: {why}"
+)
+INPUT_WRITTEN = (
+    "a tensor that a checkpoint was given was written between the forward and the backward, which"
+    " computes again from it: a module ({module}) is called with other inputs than in the forward"
+)
+WRITTEN = (
+    "a module ({module}) is called again inside of the backward, as by a checkpoint, and its {what}"
+    " were written since the forward: with the same inputs it gives other outputs"
+)

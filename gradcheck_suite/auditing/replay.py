@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradcheck_suite.auditing.events import BY_HAND, NONE, Column, PassRecord, StepRecord
+from gradcheck_suite.auditing.events import BY_HAND, FREE, NONE, Column, PassRecord, StepRecord
 from gradcheck_suite.auditing.places import Place
 from gradcheck_suite.auditing.vectors import (
     ELEMENTS,
+    PROJECTIONS,
     Vector,
     alike,
     distance,
@@ -87,6 +88,23 @@ def fitted(columns: Vector, target: Vector) -> tuple[Vector, Vector, Vector] | N
         target - columns @ solution,
         np.sqrt(np.diag(np.linalg.inv(columns.T @ columns))),
     )
+
+
+def _robust_errors(columns: Vector, residual: Vector) -> Vector:
+    """Return the standard errors of fitted coefficients where rows have errors of different sizes.
+
+    MacKinnon and White's estimate (HC3), which holds for few rows, too.
+
+    Args:
+        columns: (rows, columns).
+        residual: (rows,), what the fit leaves over.
+    """
+    inverse = np.linalg.inv(columns.T @ columns)
+    leverage = np.einsum("ij,jk,ik->i", columns, inverse, columns)
+    # a row that decides a coefficient alone has a leverage of 1, and no residual
+    weighted = columns * (residual / np.maximum(1 - leverage, LEAST_FREE))[:, None]
+    found: Vector = np.sqrt(np.diag(inverse @ (weighted.T @ weighted) @ inverse))
+    return found
 
 
 @dataclass(frozen=True)
@@ -242,6 +260,8 @@ class StepWindow:
         unclipped: by which all of `.grad` had been multiplied after the last pass when torch's
             clipping began; None where it did not, or parameters differ.
         misplaced: parameters that have the gradient of another one -> that one.
+        edits_slightly: whether sampled elements alone might not have shown an edit after the last
+            pass.
     """
 
     optimizer: int
@@ -266,6 +286,7 @@ class StepWindow:
     unclipped: float | None = None
     misplaced: Mapping[int, int] = field(default_factory=dict)
     factor_error: float = 0.0
+    edits_slightly: bool = False
 
     @property
     def where(self) -> Place:
@@ -295,6 +316,22 @@ class StepWindow:
         if self.unclipped is not None:
             return self.unclipped * self._unscaled
         return None
+
+    def brought_by(self, weights: Mapping[int, float]) -> dict[int, Vector]:
+        """Return the sum of what some passes have brought, on the first rank, with their weights.
+
+        None of parameters of which some pass was not sampled as a whole.
+        """
+        found = dict[int, Vector]()
+        for key in self.keys:
+            arrived = [
+                weight * self.passes[index].arrived[key]
+                for index, weight in weights.items()
+                if key in self.passes[index].arrived
+            ]
+            if arrived and all(len(one) == ELEMENTS + PROJECTIONS for one in arrived):
+                found[key] = np.sum(arrived, axis=0)
+        return found
 
     def coefficient_of(self, source: Source) -> float | None:
         """Return the coefficient of a pass, the median over the parameters that it reached.
@@ -483,7 +520,12 @@ class Replay:
                     now,
                 )
         multiplied = factor(cut, then, tolerance)
-        if multiplied is not None and (tells or not results):
+        is_edit = (
+            multiplied is not None
+            and not inside
+            and self._is_slight_edit(key, multiplied * then, cut)
+        )
+        if multiplied is not None and not is_edit and (tells or not results):
             scaled = {source: c * multiplied for source, c in state.coefficients.items()}
             return GradChange(
                 FACTOR,
@@ -497,6 +539,21 @@ class Replay:
             {(rank, UNKNOWN): 1.0},
             now,
         )
+
+    def _is_slight_edit(self, key: int, multiple: Vector, now: Vector) -> bool:
+        """Return whether a `.grad` that looks multiplied is an edit that is small beside it.
+
+        Whole samples tell more than roundings of a few products. In 16 bits these are as large as
+        what `tolerance` lets pass, and several ranks may reduce in another order.
+        """
+        dtype = self._dtype(key)
+        if (
+            self.ranks > 1
+            or len(now) <= ELEMENTS
+            or UNIT_ROUNDOFF[dtype] > UNIT_ROUNDOFF["float32"]
+        ):
+            return False
+        return distance(multiple, now) > growth(FURTHER_ROUNDINGS, dtype)
 
     def _results(self, rank: int, key: int, state: State) -> dict[int, Vector]:
         """Return what `torch.autograd.grad` gave for a parameter after the last pass that stands in
@@ -914,7 +971,9 @@ class Replay:
         lost = {key: self._lost_in(window, key) for key in found}
         # what the program kept elsewhere can have come back only where a pass was reset
         keys = [key for key, passes in lost.items() if passes]
-        if self._may_be_put_together(window, found, factors, off=off, lost=keys):
+        may_be = self._may_be_put_together(window, found, factors, off=off, lost=keys)
+        window.edits_slightly = self._may_be_unseen(found, off)
+        if may_be and not (off and self._is_of_some_elements(found, keys or off)):
             fitted_keys = {key: found[key] for key in keys or found}
             window.fit = self._fit(
                 window, fitted_keys, set(chain.from_iterable(lost[key] for key in keys))
@@ -995,9 +1054,34 @@ class Replay:
         # an edit within rounding of what was left after a reset is no sum made by hand
         if fit.lost and not fit.is_of_copies:
             return None
+        return fit
+
+    def _is_of_some_elements(self, found: Mapping[int, GradChange], keys: Sequence[int]) -> bool:
+        """Return whether an edit has left most elements of some parameters as they stood, which a
+        sum that is made anew does not.
+        """
         states = self._states[0]
-        some_elements = all(is_mostly(found[key].now, states[key].sample) for key in off)
-        return None if some_elements else fit
+        now = np.concatenate([found[key].now[:ELEMENTS] for key in keys])
+        return is_mostly(now, np.concatenate([states[key].sample[:ELEMENTS] for key in keys]))
+
+    def _may_be_unseen(self, found: Mapping[int, GradChange], off: Sequence[int]) -> bool:
+        """Return whether another edit of the kind may leave all sampled elements as they stood, but
+        for one factor.
+        """
+        edited = [key for key in off if found[key].event == EDITED]
+        if not edited:
+            return False
+        states = self._states[0]
+        looks_multiplied = [
+            factor(
+                found[key].now[:ELEMENTS],
+                states[key].sample[:ELEMENTS],
+                self.tolerance(key),
+            )
+            is not None
+            for key in edited
+        ]
+        return all(looks_multiplied) or self._is_of_some_elements(found, edited)
 
     def _of_fit(self, fit: Fit) -> dict[int, Coefficients]:
         """Return the coefficients of the passes that a fit has found, by parameter."""
@@ -1163,10 +1247,12 @@ class Replay:
         solution, residual, spread = noisy
         deviation = np.sqrt((residual * residual).sum() / (len(residual) - number))
         share = float(np.hypot.reduce(residual) / (np.hypot.reduce(target) or 1.0))
+        # an edit of few elements leaves most rows as they are, and is in each of the projections
+        errors = np.maximum(deviation * spread, _robust_errors(arrivals, residual))
         return Fit(
             *of,
             solution,
-            SIGNIFICANT * deviation * spread,
+            SIGNIFICANT * errors,
             is_exact=False,
             left=share,
         )
@@ -1216,6 +1302,10 @@ class Replay:
     def is_stepped(self, keys: Iterable[int]) -> bool:
         """Return whether an optimizer has stepped on some of these parameters."""
         return any(self._owners.get(key) for key in keys)
+
+    def owners(self, key: int) -> Collection[int]:
+        """Return the optimizers that have stepped on a parameter."""
+        return self._owners.get(key, ())
 
     def standing(self, keys: Iterable[int]) -> set[int]:
         """Return the passes since the last step that stand in the `.grad` of some parameters."""
@@ -1282,7 +1372,7 @@ def _set_edit(
     if factors and all(factor == 0.0 for factor in factors.values()):
         window.edit = "all reset"
     elif any(factors[key] != 0.0 for key in off):
-        window.edit = "free"
+        window.edit = FREE
         window.factor = None
     elif off:
         window.edit = "reset"
@@ -1301,5 +1391,7 @@ ACCIDENT = 1e-4
 """Chance, from which on it counts, that a few elements of a sum are within rounding a multiple of one of its terms."""
 FEWEST = 8
 """Elements from which on a part of an edited gradient is told from chance."""
+LEAST_FREE = 1e-6
+"""The least share of a row's error that a fit is taken to leave over."""
 SIGNIFICANT = 5.0
 """Standard errors from which on a coefficient is not 0."""

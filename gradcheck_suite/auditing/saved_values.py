@@ -151,19 +151,25 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def note_call(
-    module: torch.nn.Module, inputs: Iterable[Any], outputs: Iterable[torch.Tensor]
+    module: torch.nn.Module,
+    inputs: Iterable[Any],
+    outputs: Iterable[torch.Tensor],
+    below: Sequence[Any],
 ) -> None:
     """Note what a call of a module has saved, when it returns.
 
     Nothing of a device: what a backward reads there is compared with nothing.
+
+    Args:
+        module: that was called.
+        inputs: what it was given.
+        outputs: through which a gradient may come.
+        below: the nodes that the inputs had before the call, which may have written to them.
     """
     outputs = list(outputs)
     if any(map(samples.is_on_device, outputs)):
         return
     tensors = [one for one in inputs if isinstance(one, torch.Tensor)]
-    below = [
-        torch.autograd.graph.get_gradient_edge(one).node for one in tensors if one.requires_grad
-    ]
     # those of a call that is recorded are compared with what they were
     is_recorded = any(p.requires_grad for p in module.parameters())
     known = frozenset(_memory(one) for one in tensors if is_recorded and is_plain(one))

@@ -17,6 +17,7 @@ from itertools import chain, islice, product
 
 import numpy as np
 
+from gradcheck_suite.auditing.events import FREE
 from gradcheck_suite.auditing.places import Loop
 from gradcheck_suite.auditing.replay import StepWindow, near
 from gradcheck_suite.auditing.rules import Held, Rule, Sighting, decide, in_order, names
@@ -200,6 +201,19 @@ MOST_CHOICES = 256
 
 
 @dataclass(frozen=True)
+class Neighbours:
+    """The windows beside one, of those that an objective has.
+
+    Attributes:
+        before: the last one before it; None where there is none.
+        after: the first one after it; likewise.
+    """
+
+    before: ObjectiveInWindow | None
+    after: ObjectiveInWindow | None
+
+
+@dataclass(frozen=True)
 class ObjectiveRun:
     """One objective in all windows of an optimizer.
 
@@ -225,6 +239,16 @@ class ObjectiveRun:
     def typical_k(self) -> int:
         """The most frequent number of passes, the largest one of several."""
         return max(self.by_length, key=lambda length: (len(self.by_length[length]), length))
+
+    @cached_property
+    def neighbours(self) -> Mapping[int, Neighbours]:
+        """Number of a window -> the windows before and after it."""
+        ordered = [None, *sorted(self.uses, key=lambda use: use.window.number), None]
+        found = dict[int, Neighbours]()
+        for before, use, after in zip(ordered, ordered[1:], ordered[2:], strict=False):
+            if use is not None:
+                found[use.window.number] = Neighbours(before, after)
+        return found
 
     @cached_property
     def right(self) -> Sequence[ObjectiveInWindow]:
@@ -499,7 +523,7 @@ def _may_be_divided(use: ObjectiveInWindow, what: str) -> bool:
     if not (use.is_mean or what or by_data) and is_squared and use.objective.is_divided_by(r):
         return True  # of as many items as passes in each: the number may be that of either
     # what was done to `.grad` after the last pass may be a division, and clipping by hand
-    unknown = window.edit == "free" or window.left < (1 + 1e-3) / r
+    unknown = window.edit == FREE or window.left < (1 + 1e-3) / r
     return unknown and window.divided is None
 
 
@@ -1164,7 +1188,7 @@ def _as_window(e: E, scale: WrongScale) -> WrongScale:
     is_rare = len(by_length[use.length]) < len(usual)
     if is_rare and e.run.typical_k < use.length < 2 * e.run.typical_k:
         return _as_leak(use, scale, usual)
-    return _of_windows(use, scale, e.run.uses)
+    return _of_windows(use, scale, e.run)
 
 
 def _as_leak(
@@ -1188,9 +1212,7 @@ def _loops(use: ObjectiveInWindow) -> list[Loop | None]:
     return [seen.records[0].loop for _, seen in sorted(use.window.passes.items())]
 
 
-def _of_windows(
-    use: ObjectiveInWindow, scale: WrongScale, uses: Sequence[ObjectiveInWindow]
-) -> WrongScale:
+def _of_windows(use: ObjectiveInWindow, scale: WrongScale, run: ObjectiveRun) -> WrongScale:
     """Name a window of another length that begins or ends at the wrong micro-batch."""
     usual = round(use.length * scale.expected / use.own) if use.own else 0
     loops = _loops(use)
@@ -1200,15 +1222,30 @@ def _of_windows(
     # what an epoch has left over stands before a whole window of the next one
     if of_round == usual < use.length < 2 * usual:
         return replace(scale, name="tail-leak", cause="")
-    later = [one for one in uses if one.window.number > use.window.number]
-    if not later or not use.window.first:
+    if use.length >= usual or not _begins_round(use, run):
         return scale
-    following = min(later, key=lambda one: one.window.number)
-    # the first step comes too early, in the middle of a round, and whole windows follow
-    is_early = use.length < usual == following.length
-    if is_early and len({*loops, _loops(following)[0]}) == 1:
+    # that the first step of a round comes too early is one fault, in whichever round it shows
+    alike = run.by_length[use.length]
+    if any(_begins_round(one, run) and _is_followed(one, usual, run) for one in alike):
         return replace(scale, name="wrong-windows", cause="")
-    return scale
+    is_last = run.neighbours[use.window.number].after is None
+    return replace(scale, provisional=scale.provisional or is_last)
+
+
+def _begins_round(use: ObjectiveInWindow, run: ObjectiveRun) -> bool:
+    """Return whether a window is the first one of its round of the outer loops, and ends in it."""
+    loops = _loops(use)
+    before = run.neighbours[use.window.number].before
+    is_first = use.window.first if before is None else _loops(before)[-1] != loops[0]
+    return is_first and len({*loops}) == 1
+
+
+def _is_followed(use: ObjectiveInWindow, usual: int, run: ObjectiveRun) -> bool:
+    """Return whether a whole window comes next, in the same round."""
+    after = run.neighbours[use.window.number].after
+    if after is None or after.length != usual:
+        return False
+    return _loops(after)[0] == _loops(use)[-1]
 
 
 # The run.

@@ -43,12 +43,11 @@ class Schedule:
 
     Attributes:
         full: whether the window that runs now is computed again.
-        whole: whether its gradients are sampled as a whole.
         again: index of an optimizer -> how many of its windows were computed again.
     """
 
     def __init__(self, options: AuditOptions, *, on_ranks: bool) -> None:
-        self.full = self.whole = True
+        self.full = True
         self.again: Counter[int] = Counter()
         self._every = options.every or EVERY
         self._share = options.share
@@ -122,7 +121,6 @@ class Schedule:
         self.full = min(self._due.values(), default=0) <= 0 and (
             self._again_first or self._pays(self._of_recomputed)
         )
-        self.whole = self.full and not self._again_first
         return (
             self._share is None
             or not self._is_done()
@@ -209,5 +207,5 @@ class Schedule:
             self._last = time.perf_counter()
             self._judged.clear()
             self._in_a_row = 0
-            self.full = self.whole = due and self._pays(self._of_recomputed)
+            self.full = due and self._pays(self._of_recomputed)
         return begins

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from gradcheck_suite.auditing.events import BY_HAND, PassRecord
+from gradcheck_suite.auditing.events import BY_HAND, FREE, PassRecord
 from gradcheck_suite.auditing.evidence import (
     Columns,
     Mask,
@@ -121,14 +121,30 @@ def _of_another_optimizer(e: E) -> bool:
 
 
 def _is_moved_by_another(e: E) -> bool:
-    """Ask whether another optimizer steps between the passes of the window, which it shares."""
+    """Ask whether another optimizer, which shares the passes of the window, steps between them on what
+    a later one of them uses.
+    """
     if e.own or len(e.required) < 2:
         return False
     *before, last = e.required
     window = e.window
     steps = list(chain.from_iterable(_other_steps(window, e.indices[j]) for j in before))
     between = any(at <= e.indices[last] for at in steps)
-    return between and bool(e.in_sum[before].any())
+    if not between or not e.in_sum[before].any():
+        return False
+    # each task may step on a head of its own, which no other pass of the window uses
+    return _is_moved_between([e.record(j) for j in e.required])
+
+
+def _is_moved_between(passes: Sequence[PassRecord]) -> bool:
+    """Return whether a parameter that several passes reach had other values in a later one."""
+    values = dict[int, int | None]()
+    for record in passes:
+        for key in record.arrivals:
+            value = record.points.get(key)
+            if values.setdefault(key, value) != value:
+                return True
+    return False
 
 
 def _other_steps(window: StepWindow, index: int) -> Sequence[int]:
@@ -273,7 +289,7 @@ def _is_fitted(e: E) -> bool:
 
 def _edited(e: E) -> Fit | None:
     """Return the fit of a `.grad` that is edited after the last pass."""
-    return e.window.fit if e.window.edit == "free" else None
+    return e.window.fit if e.window.edit == FREE else None
 
 
 def _is_hidden(fit: Fit) -> bool:
@@ -503,14 +519,14 @@ def _is_given_up_by_loop(e: E) -> Found:
     stepped_in = e.history.stepped_in
     if begun is None or stepped_in is None or begun in (stepped_in, ended):
         return None
-    return Sighting({"reset": _resets(e, e.lost) or ""}, where=_at_step(e))
+    return Sighting({"reset": where_reset(e, e.lost) or ""}, where=_at_step(e))
 
 
 def _is_stopped(e: E) -> Found:
     """Ask whether a window was given up on purpose: its reset stands before a `break` or a
     `return`.
     """
-    change = _resets(e, e.lost) if e.lost and _comes_first(e) else None
+    change = where_reset(e, e.lost) if e.lost and _comes_first(e) else None
     if change is None or change.line is None or not is_given_up(change.line):
         return None
     numbers = {"line": change.line, "lost": counted(len(e.lost), "micro-batch")}
@@ -522,7 +538,7 @@ def _is_rest_of_epoch(e: E) -> Found:
     if not e.lost or not _comes_first(e) or not _is_rest(e):
         return None
     return Sighting(
-        {"lost": counted(len(e.lost), "micro-batch")}, more=str(_resets(e, e.lost) or "")
+        {"lost": counted(len(e.lost), "micro-batch")}, more=str(where_reset(e, e.lost) or "")
     )
 
 
@@ -548,7 +564,7 @@ def _is_begun_anew(e: E) -> Found:
         return None
     if not _is_whole_after_condition(e) and not _is_whole_mean_after_leaving(e):
         return None
-    return Sighting({"reset": _resets(e, e.lost) or ""}, where=_at_step(e))
+    return Sighting({"reset": where_reset(e, e.lost) or ""}, where=_at_step(e))
 
 
 def _is_whole_after_condition(e: E) -> bool:
@@ -557,7 +573,7 @@ def _is_whole_after_condition(e: E) -> bool:
 
     One that comes each time is that of an epoch, whose rest is lost.
     """
-    change = _resets(e, e.lost)
+    change = where_reset(e, e.lost)
     if change is None or change.line is None or not is_conditional(change.line):
         return False
     return len(e.kept) == e.history.typical_k
@@ -567,7 +583,7 @@ def _is_whole_mean_after_leaving(e: E) -> bool:
     """Return whether the program goes on elsewhere after the reset, and what it then steps on weighs
     as a whole mean.
     """
-    change = _resets(e, e.lost)
+    change = where_reset(e, e.lost)
     leaves = change is not None and change.line is not None and is_skipped(change.line)
     if not leaves and not is_tried(e.pass_of(max(e.lost)).site):
         return False
@@ -576,7 +592,7 @@ def _is_whole_mean_after_leaving(e: E) -> bool:
 
 def _is_cut_off(e: E) -> Found:
     """Ask whether clipping by value has cut off all of the earlier passes."""
-    is_cut = bool(e.lost) and _resets(e, e.lost) is None and _is_clipping(e)
+    is_cut = bool(e.lost) and where_reset(e, e.lost) is None and _is_clipping(e)
     return Sighting(change=_edits(e)) if is_cut else None
 
 
@@ -595,7 +611,7 @@ def _missing(e: E) -> Sighting:
     missing = of_lost & ~(np.abs(e.coefficients[:, e.lost]) >= NEGLIGIBLE)
     is_whole = bool((missing == of_lost).all())
     hit = [e.keys[int(k)] for k in np.flatnonzero(missing.any(1))]
-    return Sighting(keys=() if is_whole else hit, change=_resets(e, e.lost))
+    return Sighting(keys=() if is_whole else hit, change=where_reset(e, e.lost))
 
 
 # Coefficients that differ between parameters, or between passes.
@@ -621,7 +637,7 @@ def _lost_columns(e: E) -> Columns:
 def _is_reset_in_some(e: E) -> Found:
     """Ask whether passes are missing in some parameters."""
     missing = _is_lost_in_some(e)
-    reset = _resets(e, _lost_columns(e)) if missing.any() else None
+    reset = where_reset(e, _lost_columns(e)) if missing.any() else None
     # clipping may have cut them off
     if not missing.any() or (reset is None and _is_clipping(e)):
         return None
@@ -743,17 +759,17 @@ def _is_hooked(e: E) -> Found:
 
 def _is_written(e: E) -> bool:
     """Ask whether results of `torch.autograd.grad` are beside an edit that nothing explains."""
-    return e.window.edit == "free" and bool(e.by_hand.any())
+    return e.window.edit == FREE and bool(e.by_hand.any())
 
 
 def _is_edited(e: E) -> Found:
-    return Sighting(where=_at_step(e)) if e.window.edit == "free" else None
+    return Sighting(where=_at_step(e)) if e.window.edit == FREE else None
 
 
 # Where `.grad` was changed.
 
 
-def _resets(e: E, lost: Columns) -> Change | None:
+def where_reset(e: E, lost: Columns) -> Change | None:
     """Return where the gradient that was lost was reset: where it was let go, or the lines that may
     have done it.
     """
@@ -761,8 +777,11 @@ def _resets(e: E, lost: Columns) -> Change | None:
     if last + 1 == len(e.indices):
         return None
     after = e.record(last + 1)
-    if after.reset:
-        return Change("reset", [str(after.reset)])
+    # of parameters that no optimizer has stepped on yet, and of those of master copies, it is not
+    # known whose they are
+    reset = after.resets.get(e.window.optimizer) or after.resets.get(None)
+    if reset:
+        return Change("reset", [str(reset)])
     return _between(e, last, after, is_reset, "reset")
 
 
@@ -987,8 +1006,8 @@ _LOST = in_order(
         "another's passes",
         "reset-shared-pass",
         _is_reset_shared,
-        "passes that another optimizer steps on were reset",
-        (LIKENESS,),
+        needs=(LIKENESS,),
+        is_silent=True,
     ),
     Rule[E](
         "fewer at the second point",

@@ -954,15 +954,17 @@ CALL = f"{MARK} call"
 """Where a node that gives the output of a recorded call keeps the nodes of its inputs."""
 
 
-def mark_call(outputs: Iterable[torch.Tensor], inputs: Iterable[Any]) -> None:
-    """Mark the nodes of the outputs of a recorded call, so that what is outside of it is known."""
-    below = [
-        torch.autograd.graph.get_gradient_edge(value).node
-        for value in inputs
-        if isinstance(value, torch.Tensor) and value.requires_grad
-    ]
+def mark_call(outputs: Iterable[torch.Tensor], below: Sequence[Any]) -> None:
+    """Mark the nodes of the outputs of a recorded call, so that what is outside of it is known.
+
+    Args:
+        outputs: of the call.
+        below: the nodes of what it was given.
+    """
     for node in (output.grad_fn for output in outputs):
-        metadata: dict[Any, Any] = node.metadata  # type: ignore[union-attr, assignment]
+        if node is None or node in below:
+            continue  # it has passed on what an earlier call may have marked
+        metadata: dict[Any, Any] = node.metadata  # type: ignore[assignment]
         metadata[CALL] = below
 
 
@@ -1004,7 +1006,7 @@ def outside_of_calls(nodes: Iterable[Any]) -> Outside:
             leaves.append(node.variable)
             continue
         inputs = node.metadata.get(CALL)
-        if inputs is not None and node not in inputs:
+        if inputs is not None:
             stack += inputs
             continue
         if isinstance(node, BackwardCFunction):

@@ -53,11 +53,11 @@ def distance(one: Vector, other: Vector) -> float:
 
 
 def is_mostly(now: Vector, then: Vector) -> bool:
-    """Return whether most of the elements that are not 0 are equal to the bit: what differs are
-    some elements.
+    """Return whether most of some elements that are not 0 are equal to the bit: what differs are
+    some of them.
     """
-    pairs = [(a, b) for a, b in zip(now[:ELEMENTS], then[:ELEMENTS], strict=True) if a or b]
-    return 2 * sum(a == b for a, b in pairs) > len(pairs)
+    counted = (now != 0) | (then != 0)
+    return bool(2 * np.count_nonzero((now == then) & counted) > np.count_nonzero(counted))
 
 
 @_quiet
@@ -70,5 +70,7 @@ def factor(now: Vector, then: Vector, tolerance: float) -> float | None:
     square = float((then * then).sum())
     if not square or not math.isfinite(square):
         return None
-    found = 1.0 if is_mostly(now, then) else float((now * then).sum()) / square
+    found = (
+        1.0 if is_mostly(now[:ELEMENTS], then[:ELEMENTS]) else float((now * then).sum()) / square
+    )
     return found if distance(found * then, now) <= tolerance else None

@@ -82,6 +82,7 @@ class SourceLine:
 
 def place_of_error(error: BaseException) -> SourceLine | None:
     """Return an exception's innermost line in the user's code, or None."""
+    # `walk_tb` begins with the outermost frame
     for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
         code = frame.f_code
         if is_outside_torch(code.co_filename):
@@ -403,6 +404,7 @@ def _with_its_backward(kind: type) -> Any:
                 arguments[0].dirty_tensors = None  # what is returned is no longer what it wrote to
             tied = iter(torch.ops.gradcheck_suite.own_backward(real_results(out), tensors, number))
             results = out if isinstance(out, tuple) else (out,)
+            # whole numbers have no gradient, and stay as the forward gave them
             after = tuple(next(tied) if _is_real(x) else x for x in results)
             return after if isinstance(out, tuple) else after[0]
 
@@ -492,6 +494,7 @@ def _in_torch(call: tuple[Any, list[Any], Any], inputs: Any, cotangents: Any) ->
     kind, others, spec = call
     tensors = [_tensor(x) for x in inputs]
     wanted = [x.requires_grad_() for x in tensors if x.is_floating_point()]
+    # the function may write to its arguments, of which the gradient is wanted
     remaining = (x.clone() for x in tensors)
     with torch.enable_grad():
         out = kind.apply(
@@ -659,6 +662,7 @@ def _stop_gradients_without_grad(graph_module: fx.GraphModule) -> None:
     regions.
     """
     for node in list(graph_module.graph.nodes):
+        # the first argument says whether gradients are on in the region
         if getattr(node.target, "__name__", "") != _GRAD_MODE or node.args[0]:
             continue
         region = getattr(graph_module, node.args[1].target)
@@ -762,6 +766,7 @@ def _not_exportable(
 
 def _rewrite(place: SourceLine, model: nn.Module, loss: LossFunction, batch: Batch) -> str:
     """Return the lines that help where a loss takes a decision at a place."""
+    # transformers' own switch comes before a rewrite of its code
     if "expert" in place.line and hasattr(model, "set_experts_implementation"):
         return EXPERTS
     if _of_logits_helps(model, loss, batch):
@@ -782,6 +787,7 @@ def _of_logits_helps(model: nn.Module, loss: LossFunction, batch: Batch) -> bool
     if not (isinstance(batch, dict) and "labels" in batch):
         return False
     names: dict[str, Any] = {"torch": torch}
+    # the text that is recommended is the text that is tried
     exec(LOSS, names)
     try:
         with restored(model):

@@ -188,6 +188,8 @@ class Lowered:
             elif spec.kind is InputKind.USER_INPUT:
                 self._inputs.append((name, position))
                 position += 1
+            # a parameter or buffer that is none of the model's belongs to the loss, and is a
+            # constant
             elif spec.kind in (InputKind.CONSTANT_TENSOR, InputKind.BUFFER, InputKind.PARAMETER):
                 stored = (
                     program.constants if spec.target in program.constants else program.state_dict
@@ -238,7 +240,7 @@ class Lowered:
         Args:
             parameters: name -> array, of the module's dtypes and shapes.
             buffers: name -> array.
-            inputs: the batch's tensors, in the order of `gradcheck_suite.run.instance.leaves`.
+            inputs: the batch's tensors, in the order of `gradcheck_suite.run.instance.tensor_leaves`.
         """
         with default_float_is(self._default_float):
             given: dict[Any, Any] = {**buffers, **parameters, **dict(enumerate(inputs))}
@@ -301,7 +303,7 @@ class Lowered:
         Args:
             parameters: name -> array, of the module's dtypes and shapes.
             buffers: name -> array.
-            inputs: the batch's tensors, in the order of `gradcheck_suite.run.instance.leaves`.
+            inputs: the batch's tensors, in the order of `gradcheck_suite.run.instance.tensor_leaves`.
             jit: whether to compile the program, which takes seconds; compiled programs are kept on
                 disk. A program whose shapes depend on values is never compiled.
         """
@@ -322,6 +324,8 @@ def _source_digest() -> str:
     """Return a digest of the bridge's source: a changed bridge must not reuse compiled programs."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
+        # constants are part of the program, and are large: their bytes go into the digest, not into
+        # the key
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -461,6 +465,7 @@ def wrong_backwards(
         loss(model, map_leaves(torch.clone, batch))
     found: list[WrongBackward] = []
     for kind in sorted(functions, key=lambda kind: kind.__qualname__):
+        # one wrong call is enough: the message is about the function
         for call in [call for call in calls.values() if call.kind is kind][:MOST]:
             if wrong := _judged_call(call):
                 found.append(wrong)
@@ -494,6 +499,7 @@ class _FunctionModule(nn.Module):
             else:
                 self.register_buffer(f"argument_{i}", copy)
             described.append(f"{copy.dtype}{tuple(copy.shape)}{value.requires_grad}")
+        # values of tensors are left out: calls of one shape go through the same code, as a rule
         self.signature = f"{id(kind)} {' '.join(described)}"
 
     def forward(self) -> list[torch.Tensor]:
@@ -546,6 +552,7 @@ def _judged_call(call: _FunctionModule) -> WrongBackward | None:
             noise = [max(n, _largest(a - b)) for n, a, b in zip(noise, moved, own, strict=True)]
     except (BridgeError, RuntimeError, TypeError, ValueError):
         return None  # it cannot be called by itself
+    # each operation in a lower precision rounds once, in torch and in JAX
     relative = max(RELATIVE, 2 * unit * len(lowered.narrow))
     for number, got, name, rounding in zip(
         call.numbers, own, lowered.trainable, noise, strict=True
@@ -579,6 +586,7 @@ def _compared_gradient(
         if worst <= allowed:
             return None
         factor: float | None = np.inf
+        # the derivative's multiple that fits best, by least squares
         if np.any(right):
             factor = float(np.sum(got * right) / np.sum(right * right))
             factor = factor if np.max(np.abs(got - factor * right)) <= allowed else None

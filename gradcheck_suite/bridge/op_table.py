@@ -95,6 +95,7 @@ def register_op(*names: str, dynamic: bool = False) -> Callable[[_LoweringT], _L
     def register(lowering: _LoweringT) -> _LoweringT:
         for name in names:
             _TABLE[name] = lowering
+            # a later registration decides: it may have a fixed shape where an earlier one had none
             (DYNAMIC.add if dynamic else DYNAMIC.discard)(name)
         return lowering
 
@@ -118,6 +119,7 @@ def _names(op: torch._ops.OpOverload) -> tuple[str, str]:
 def lowering_of(op: torch._ops.OpOverload) -> Lowering | None:
     """Return the JAX implementation of an operation, or None where the table has none."""
     full, packet = _names(op)
+    # an entry for one overload comes before that for all
     return _TABLE.get(full) or _TABLE.get(packet)
 
 
@@ -203,6 +205,7 @@ def _over(high: Any, low: Any) -> Any:
         return high
     if is_float(high):
         return jnp.promote_types(high, jnp.complex64) if is_complex(low) else high
+    # a category above that of the first operands takes the dtype of the lower ones
     if high == jnp.bool_ or is_inexact(low):
         return jnp.promote_types(high, low) if not is_inexact(low) else low
     return high
@@ -258,6 +261,7 @@ def absolute(x: Array) -> Array:
     JAX's gradient is 1 there for real and NaN for complex numbers.
     """
     if is_float(x):
+        # sign(x) is the derivative, and 0 at 0
         return x * lax.stop_gradient(jnp.sign(x))
     return unless_zero(jnp.abs, x) if is_complex(x) else jnp.abs(x)
 

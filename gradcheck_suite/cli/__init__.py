@@ -186,16 +186,19 @@ def run(argv: Sequence[str], program: CommandLine = PROGRAM) -> int:
     parsed = False
     try:
         with warnings.catch_warnings():
+            # `python -W` or `PYTHONWARNINGS` asks for the warnings: they are shown then
             if not sys.warnoptions:
                 # torch and jax warn about their own internals, which says nothing about a loop
                 warnings.simplefilter("ignore")
             command, rest = _command(argv, program)
             called = f"{program.name} {command}"
+            # its module is imported now, and no other command's: `--help` of one stays quick
             parser = program.parser(command)
             # what follows a script that is run belongs to the script
             passes_on = program.commands[command].passes_on
             arguments = parser.parse_args(rest) if passes_on else parser.parse_intermixed_args(rest)
             parsed = True
+            # after parsing: `--help` works with a wrong table
             set_python_path()
             with (
                 noted_interrupts(),
@@ -204,11 +207,13 @@ def run(argv: Sequence[str], program: CommandLine = PROGRAM) -> int:
                 status: int = program.load(command).run(arguments)
             if (fault := _output_fault()) is None:
                 return status
+            # a verdict that could not be printed is not a success, and a violation stays one
             status = status or exit_status.BAD_USAGE
             return _fail(called, fault, status) if fault else status
     except (BadUsageError, UsageError) as error:
         return _fail(called, str(error))
     except SystemExit as error:
+        # argparse ends by `SystemExit` itself; after it, only the code under test does
         if parsed:
             return _ended(called, f"sys.exit({error.code!r})")
         return (
@@ -225,6 +230,7 @@ def run(argv: Sequence[str], program: CommandLine = PROGRAM) -> int:
 
 def _failed_by(error: Exception, called: str) -> int:
     """Say why a command raised: the output takes no more, or there is a bug in the suite."""
+    # asked of the output itself, since an `OSError` may come from anything else in the command
     if isinstance(error, OSError) and (fault := _output_fault("\n")) is not None:
         return _fail(called, fault)
     if isinstance(error, ValueError) and sys.stdout.closed:
@@ -242,6 +248,7 @@ def _command(argv: Sequence[str], program: CommandLine) -> tuple[str, list[str]]
         program.name, {name: command.summary for name, command in program.commands.items()}
     )
     parser.description = program.about
+    # it ends by itself at `--help` and `--version`, and refuses a misspelt command
     parser.parse_args(list(argv))
     raise BadUsageError(f"expected a command, one of {', '.join(program.commands)}")
 

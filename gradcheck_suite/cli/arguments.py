@@ -47,6 +47,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
     """Break the text of an option at spaces alone: what it names, such as `even-ranks`, is copied."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
+        # argparse passes the text as it was written, with the line breaks of the source
         words = " ".join(text.split())
         return textwrap.wrap(
             words,
@@ -64,10 +65,12 @@ class Parser(argparse.ArgumentParser):
         # description
         width = shutil.get_terminal_size().columns - 2
         settings["description"] = textwrap.fill(settings.get("description") or "", width)
+        # an abbreviation in somebody's script would break with the next option that begins like it
         super().__init__(allow_abbrev=False, formatter_class=_Formatter, **settings)
 
     def error(self, message: str) -> NoReturn:
         """Raise `BadUsageError`; if an option is unknown, suggest a similar one."""
+        # argparse has no error of its own for this: its English message is what tells it
         unknown, _, given = message.partition(": ")
         if unknown == "unrecognized arguments":
             message += suggestion(given.split()[0].partition("=")[0], self._option_string_actions)
@@ -102,6 +105,7 @@ def reader(values: OptionValues) -> Callable[[str], Any]:
         try:
             return values.parsed(text)
         except UsageError as error:
+            # a `ValueError` would make argparse say "invalid read value", without the reason
             raise ArgumentTypeError(str(error)) from None
 
     return read
@@ -154,6 +158,8 @@ def project_table() -> tuple[Path, dict[str, Any]]:
     """
     here = Path.cwd()
     paths = (folder / "pyproject.toml" for folder in (here, *here.parents))
+    # the nearest file counts though it may lack the table, as for pytest and ruff: a project's
+    # settings end where another project begins
     file = next((path for path in paths if path.is_file()), None)
     if file is None:
         return here, {}
@@ -172,6 +178,7 @@ def configured(declared: type[Options]) -> dict[str, Any]:
         UsageError: the file cannot be read, or the table has another key or a wrong value.
     """
     file, table = project_table()
+    # the top table holds the commands' own tables beside its options
     tables = () if declared.table else tuple(command.table for command in OF_COMMANDS)
     table = table.get(declared.table, {}) if declared.table else table
     title = ".".join(filter(None, ("tool.gradcheck-suite", declared.table)))
@@ -180,6 +187,7 @@ def configured(declared: type[Options]) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise UsageError(f"{where}: expected a table, got {table!r}")
     kept = {}
+    # sorted, so that of two wrong keys the same one is reported each time
     for key in sorted(table.keys() - set(tables)):
         if key not in known:
             raise UsageError(f"{where}: {values_of([*known, *tables]).refusal(key)}")
@@ -196,6 +204,7 @@ def _configured(one: Option, value: Any, folder: Path) -> Any:
     """
     if one.repeatable and not isinstance(value, list):
         raise UsageError(f"expected a list, with {one.values.expected}; got {value!r}")
+    # a path in the file means the same from every working directory
     if one.values is PATH:
         value = (
             [_path_in(folder, each) for each in value]
@@ -220,9 +229,11 @@ def set_python_path() -> None:
     Raises:
         UsageError: the file cannot be read, or one of them is no folder.
     """
+    # each is put in front, so the first of the list comes to stand first
     for folder in reversed(configured(OutputOptions).get("pythonpath", ())):
         if not folder.is_dir():
             raise UsageError(f"pythonpath of {CONFIGURED}: there is no folder {folder}")
+        # resolved: the code under test may change the working directory
         if (path := str(folder.resolve())) not in sys.path:
             sys.path.insert(0, path)
 
@@ -318,6 +329,7 @@ def add_options(parser: Parser, *declared: type[Options]) -> None:
         for one in options_of(each):
             if one.flag:
                 add_option(parser, one, kept.get(one.name, one.default))
+            # an option that only the project's file sets is read from the arguments, too
             elif one.in_project:
                 parser.set_defaults(**{one.name: kept.get(one.name, one.default)})
 
@@ -340,7 +352,10 @@ def add_option(parser: Parser, one: Option, default: Any) -> None:
         dest=one.name,
         type=reader(one.values),
         metavar=one.metavar,
+        # argparse appends to the default: what the command line adds stands beside what the project
+        # sets
         action="append" if one.repeatable else "store",
+        # argparse appends to a copy of the default, which a tuple would refuse
         default=list(default) if one.repeatable else default,
         help=text,
     )
@@ -367,6 +382,7 @@ def to_argv(options: Options) -> list[str]:
             not one.flag
             or value is None
             or value is False
+            # a value that equals the default is left out only where the project sets no other
             or value == one.default == kept.get(one.name, one.default)
         ):
             continue
@@ -468,5 +484,6 @@ def expect_writable(reports: Path | None, *folders: str, **files: Path | None) -
         return
     for folder in (*folders, FOLDER):
         expect_writable_folder(reports / folder, f"--reports {reports}")
+    # a line of this version beside lines of another would make the file unreadable to both
     for path in (reports / FOLDER).glob("*.jsonl"):
         expect_schema(path)

@@ -45,6 +45,7 @@ def _interpreter_of(argv: list[str], folder: str) -> Iterator[None]:
 
     Put them and the main module back.
     """
+    # a copy of the path, since the script may change it in place
     kept = sys.argv, sys.path[:], sys.modules["__main__"]
     sys.argv = argv
     sys.path.insert(0, folder)
@@ -76,20 +77,25 @@ def script_runner(path: str, arguments: Sequence[str]) -> Callable[[], dict[str,
             " the training in its cell, or convert it with `jupyter nbconvert --to script`"
         )
     try:
+        # as Python opens a script, so that audit hooks of the interpreter see it
         with io.open_code(str(file.resolve())) as opened:
+            # bytes, so that a declared encoding is honoured
             code = compile(opened.read(), path, "exec")
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
     except (SyntaxError, ValueError) as error:
         raise UsageError(f"{path}: not Python: {error}") from None
 
+    # as Python has it since 3.9: a script that changes the folder still finds what lies beside it
+    place = os.path.abspath(path)
+
     def run() -> dict[str, Any]:
         main = types.ModuleType("__main__")
         main.__dict__.update(
-            __file__=path,
+            __file__=place,
             __builtins__=sys.modules["builtins"],
             __cached__=None,
-            __loader__=importlib.machinery.SourceFileLoader("__main__", path),
+            __loader__=importlib.machinery.SourceFileLoader("__main__", place),
         )
         with _interpreter_of([path, *arguments], str(file.resolve().parent)):
             sys.modules["__main__"] = main
@@ -154,10 +160,12 @@ def run(arguments: argparse.Namespace) -> int:
     # a project's own list is for all of its scripts
     listed = parsers.configured(AuditOptions).get("accept", ())
     declared = [one for one in options.accept if one not in listed]
+    # such a fault stops a step with `-x`, so the audit has to know of it while the script runs
     live = tuple(str(one) for one in wanted.baseline if one.fault in LIVE_NAMES)
     options = options.replace(
         accept=(*options.accept, *live), fail_on=(*options.fail_on, *wanted.always_fail_on)
     )
+    # before the import of torch below: a script that is not there is refused at once
     runner = (module_runner if arguments.module else script_runner)(
         arguments.script, arguments.arguments
     )
@@ -183,6 +191,7 @@ def run(arguments: argparse.Namespace) -> int:
         with contextlib.redirect_stderr(audited.standard_error), output:
             hint = import_hint(error, None if arguments.module else Path(arguments.script))
             own = _finish(arguments.arguments, output, result, status, hint)
+            # of many ranks one speaks for all
             if not result.is_another_ranks:
                 with contextlib.suppress(OSError, ValueError):
                     say(result.matching_nothing(declared), sys.stderr)
@@ -192,6 +201,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     def ended(end: Callable[[], None]) -> None:
         ends.append(end)
+        # the verdict is being written: it is awaited, and not begun a second time from inside a
+        # signal
         if closing:
             audited.hurry()
         else:
@@ -202,6 +213,7 @@ def run(arguments: argparse.Namespace) -> int:
             with _written_anew(audited.standard_error) as audited.standard_error:
                 finished(Terminated(), 0)
         finally:
+            # the sender of the signal waits for the process to end, whatever becomes of the verdict
             ends[0]()
 
     with exit_status.told_of_its_end(ended):
@@ -238,6 +250,8 @@ def _ran(
     """
     from gradcheck_suite.auditing.stopping import StoppedOnViolation
 
+    # the script sees Ctrl-C as under Python: the suite's own handler, which counts, would be found
+    # by it
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with exit_status.ends_with(exits):
@@ -246,6 +260,7 @@ def _ran(
         return stop, _status(stop)
     except KeyboardInterrupt as stop:
         return stop, exit_status.INTERRUPTED
+    # `-x` has ended the script, which has not failed by itself
     except StoppedOnViolation as stop:
         return stop, 0
     except BaseException as error:
@@ -270,6 +285,7 @@ def _finish(
         status: of the script.
         hint: what helps where the script could not import something.
     """
+    # the rank that collects the steps prints and records
     if result.is_another_ranks:
         return status
     options = output.options
@@ -288,6 +304,7 @@ def _finish(
     exit_status.attempt(
         PROGRAM, lambda: append_record(options.reports, KINDS["audit"], data, environment=about)
     )
+    # before the script's own status: a script that fails later has trained on wrong gradients first
     if result.violations or stale or result.failing:
         return exit_status.VIOLATED
     if result.unjudged is not None and not result.is_unjudged_accepted:
@@ -307,6 +324,7 @@ def _finish(
 
 def _python_filters() -> list[Any]:
     """Return the filters that a fresh interpreter has."""
+    # in the order of CPython's `_Py_InitializeWarnings`; there is no call that returns it
     kept: list[Any] = [
         ("default", None, DeprecationWarning, "__main__", 0),
         ("ignore", None, DeprecationWarning, None, 0),
@@ -335,6 +353,7 @@ def _tell_of(error: BaseException) -> int:
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
     hook = sys.excepthook
+    # the default hook prints all frames, with those of the suite
     if hook is sys.__excepthook__:
         traceback.print_exception(type(error), error, own)
         return 1
@@ -352,6 +371,7 @@ def _tell_of(error: BaseException) -> int:
 
 def _of_the_script(error: BaseException) -> TracebackType | None:
     own: TracebackType | None = error.__traceback__
+    # the outermost frames are the suite's, which ran the script; those further inside stay
     while own is not None and own.tb_frame.f_globals.get("__name__", "").startswith(
         "gradcheck_suite"
     ):

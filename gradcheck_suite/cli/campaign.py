@@ -42,6 +42,8 @@ from gradcheck_suite.run.environment import versions
 
 FOLDER = "campaign"
 """Where the shards of unfinished campaigns are, within the reports folder."""
+# smaller shards would spend more on starts and merging, and larger ones lose more when a run is
+# stopped
 CASES = 200
 """Cases of a shard of `verify`."""
 
@@ -80,6 +82,7 @@ class Campaign:
         """A digest of all that the shards' records depend on: the command lines, the judge and the
         versions.
         """
+        # with another judge or another torch the old shards would be another campaign's
         parts = [list(map(str, self.shards)), judge_digest(), versions()]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -103,9 +106,13 @@ def cut_up(
         UsageError: a wrong argument.
     """
     kind = kinds[what]
+    # the command's own parser: a wrong argument is refused here, and not by each of a thousand
+    # shards
     parser = Parser(prog=f"{program.name} campaign {what}", add_help=False)
     kind.program.load(what).add_arguments(parser)
     asked = parser.parse_intermixed_args(list(rest))
+    # looked for in the words, since the parsed value does not tell an option from the project's
+    # default
     for option in ("--json", "--reports"):
         if any(argument == option or argument.startswith(f"{option}=") for argument in rest):
             raise UsageError(
@@ -134,8 +141,11 @@ def _cut_verify(asked: argparse.Namespace) -> list[Shard]:
     options: list[str] = []
     for flag, value in {"--problem": asked.problem, "--framework": asked.framework}.items():
         options += [] if value is None else [flag, value]
+    # the values that the project's table sets are written out too: they are part of the campaign's
+    # key
     options += to_argv(parsed(asked, VerifyOptions).replace(examples=None, seed=0))
 
+    # the default number of cases differs by framework, which the name tells: no loop is loaded here
     def examples(loop: str) -> int:
         of_jax = asked.framework == "jax" or loop in JAX_MODES
         return int(asked.examples or BY_FRAMEWORK["jax" if of_jax else "torch"][0])
@@ -210,8 +220,11 @@ def failed(campaign: Campaign, shards: Shards) -> tuple[int, str] | None:
         status = shards.status(number)
         if status not in COULD_NOT_RUN:
             continue
+        # the last line is the error message, by the convention of `exit_status.fail`
         said = (shards.output(number) or [""])[-1]
         message = said.partition(" error: ")[2] or said
+        # bad input is the user's: the message of the shard says all, and its place would help
+        # nobody
         if status == exit_status.BAD_USAGE:
             return status, message
         return (
@@ -228,16 +241,21 @@ def failed(campaign: Campaign, shards: Shards) -> tuple[int, str] | None:
 def merged_result(parts: Sequence[Json]) -> Json:
     """Return the results of one loop's shards as one; the first violation is the loop's."""
     verdicts = [part["verdict"] for part in parts]
+    # the first in the order of the seeds, not in time, so that any number of workers reports the
+    # same
     first = verdicts.index("violated") if "violated" in verdicts else None
     worst = max(float(part["worst_error_over_allowed"]) for part in parts)
     findings = chain.from_iterable(part["findings"] for part in parts)
     return parts[0] | {
+        # one shard with judged cases is enough for "holds": only all of them unjudged make it
+        # unjudged
         "verdict": next(v for v in ("violated", "holds", "unjudged") if v in verdicts),
         "cases": _total(parts, "cases"),
         "judged": _total(parts, "judged"),
         "windows": _total(parts, "windows"),
         "seconds": round(_total(parts, "seconds"), 3),
         "worst_error_over_allowed": json_number(worst),
+        # shards meet the same finding again and again
         "findings": list(dict.fromkeys(findings)),
         "skipped": _counts(parts, "skipped"),
         "windows_skipped": _counts(parts, "windows_skipped"),
@@ -279,6 +297,7 @@ def _accepted_in(parts: Sequence[Json]) -> Json:
     for part in parts:
         for fault in part.get("accepted", ()):
             found.setdefault(fault["diagnosis"], fault)
+    # the field is absent where nothing is accepted, as in a result of `verify`
     return {"accepted": list(found.values())} if found else {}
 
 
@@ -337,6 +356,7 @@ def _found_by_trainers(campaign: Campaign, shards: Shards) -> CampaignResult:
     for number in numbers:
         answers += shards.result(number)["answers"]
         lines += shards.output(number)
+    # by their weight: by number, a disagreement (3) would outweigh a violation (1)
     order = (exit_status.HOLDS, exit_status.DISAGREEMENT, exit_status.VIOLATED)
     return CampaignResult(
         {"answers": answers}, lines, max(map(shards.status, numbers), key=order.index), ("trainer",)
@@ -430,10 +450,12 @@ def run_campaign(
         raise
     if failure := failed(campaign, shards):
         status, message = failure
+        # nothing of a campaign with bad input is worth keeping, and a corrected one has another key
         if status == exit_status.BAD_USAGE:
             shards.remove()
             raise UsageError(message)
         raise RuntimeError(message)
+    # the flags as the shards had them: they are part of the environment that is recorded
     environment.set_precision()
     found = campaign.kind.found(campaign, shards)
     about = environment.environment()

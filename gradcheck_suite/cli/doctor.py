@@ -37,12 +37,14 @@ def capabilities() -> dict[str, str | None]:
     torch = environment.imported("torch")
     jax = environment.imported("jax")
     no_torch = no_cuda = torch if isinstance(torch, str) else None
+    # a build with CUDA may still see no device, as with another driver
     if no_cuda is None and not torch.cuda.is_available():
         no_cuda = f"torch {torch.__version__} sees no CUDA device"
     found |= {
         f"--dtype {name}": no_torch or _cannot_run(partial(_backward, name, "cpu"))
         for name in DTYPES
     }
+    # run and not only asked: a wheel without kernels for this GPU fails at the first of them
     found["--device cuda"] = no_cuda or _cannot_run(partial(_backward, "float32", "cuda"))
     no_alarm = f"{sys.platform} has no SIGALRM: a loop that hangs hangs the suite"
     found["--time-limit"] = None if hasattr(signal, "setitimer") else no_alarm
@@ -67,6 +69,7 @@ def _small_job() -> None:
 def _backward(dtype: str, device: str) -> None:
     import torch
 
+    # a product, since that is what low precisions and devices have kernels of their own for
     x = torch.ones(
         2,
         2,
@@ -76,6 +79,7 @@ def _backward(dtype: str, device: str) -> None:
     )
     (x @ x).sum().backward()
     assert x.grad is not None
+    # each entry meets two ones on the left and two on the right; exact in every dtype
     if x.grad.tolist() != [[4.0, 4.0], [4.0, 4.0]]:
         raise RuntimeError(f"the gradient of a small product came out as {x.grad.tolist()}")
 
@@ -91,6 +95,7 @@ def _cannot_run(attempt: Callable[[], Any]) -> str | None:
     """Return why an attempt fails, or None."""
     try:
         attempt()
+    # whatever it raises is the answer
     except Exception as error:
         return " ".join(f"{type(error).__name__}: {error}".split())
     return None
@@ -102,6 +107,8 @@ def add_arguments(parser: parsers.Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the diagnosis; return 0 if `verify` and `replay` can run here, else 1."""
+    # a diagnosis must not take three quarters of a GPU, which JAX does by default:
+    # https://docs.jax.dev/en/latest/gpu_memory_allocation.html
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     reasons = environment.missing()
     with contextlib.suppress(CannotRunHere):
@@ -121,6 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
         "can run here",
         {name: f"no: {reason}" if reason else "yes" for name, reason in found.items()},
     )
+    # a single reason stands in the section above
     if len(reasons) > 1:
         _section(
             "to install", {str(number): reason for number, reason in enumerate(reasons, start=1)}

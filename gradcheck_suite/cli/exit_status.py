@@ -62,6 +62,8 @@ def status_of(*, violated: bool, findings: bool, interrupted: bool = False) -> i
 def fail(program: str, message: str, status: int = BAD_USAGE) -> int:
     """Print one line on standard error, unless it is closed or full, and return the status."""
     with suppress(OSError, ValueError):
+        # one line, so that a log or another program can tell the error from what the code under
+        # test prints
         print(f"{program}: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
     return status
 
@@ -93,6 +95,7 @@ def ends_with(act: Callable[[int], int]) -> Iterator[None]:
     process = os.getpid()
 
     def ended(status: int) -> NoReturn:
+        # a worker of a data loader ends by `os._exit` every time, and says nothing of the command
         _exit(act(status) if os.getpid() == process else status)
 
     os._exit = ended
@@ -133,6 +136,7 @@ def told_of_its_end(act: Callable[[Callable[[], None]], None]) -> Iterator[None]
     begun: list[int] = []
 
     def end(signum: int, _: Any) -> None:
+        # a second signal ends the process at once, as the sender that repeats it means
         if os.getpid() == process and not begun:
             begun.append(signum)
             act(lambda: _end_by(signum))
@@ -140,6 +144,7 @@ def told_of_its_end(act: Callable[[Callable[[], None]], None]) -> Iterator[None]
             _end_by(signum)
 
     def set_handler(signum: Any, handler: Any, /) -> Any:
+        # as `signal.signal` returns, which scripts keep to put it back
         before = handler_of(signum)
         by_default = handler == signal.SIG_DFL and signum in taken and os.getpid() == process
         _set_handler(signum, end if by_default else handler)
@@ -151,9 +156,11 @@ def told_of_its_end(act: Callable[[Callable[[], None]], None]) -> Iterator[None]
 
     def reset() -> None:
         for signum in taken:
+            # a handler that the script has set meanwhile stays
             if _handler_of(signum) is end:
                 _set_handler(signum, signal.SIG_DFL)
 
+    # assigned through `Any`, since type checkers refuse to replace a function of a module
     module: Any = signal
     for signum in taken:
         _set_handler(signum, end)
@@ -195,6 +202,7 @@ def noted_interrupts() -> Iterator[list[int]]:
     of the garbage collector may lose an interrupt during start-up, and the work that follows finds
     it in the list.
     """
+    # the handler of the outer block stands already, and notes each Ctrl-C once
     if _active:
         yield _active[-1]
         return

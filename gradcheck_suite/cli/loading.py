@@ -75,8 +75,10 @@ def expect_found(text: str, *, is_loop: bool = False) -> None:
         )
     parsed = _parsed(path)
     bound = _bound_names(parsed)
+    # what does not parse has no body, and its error is told by the import, with the line
     if bound is None or not parsed.body:
         return
+    # of `NAME.attribute` the file's text tells the first part alone
     first = name.partition(".")[0]
     if first not in bound:
         listed = _listed([each for each in _defined(parsed) if not each.startswith("_")])
@@ -109,6 +111,7 @@ _DYNAMIC = {"__getattr__", "exec", "globals", "locals", "setattr", "vars"}
 def _bound_names(module: ast.Module) -> set[str] | None:
     """Return every name that a file may bind; None where its text does not tell."""
     names: set[str] = set()
+    # the whole tree and not the top level: a name may be bound under `if` or `try`, or by `global`
     for node in ast.walk(module):
         if isinstance(node, ast.Name):
             names.add(node.id)
@@ -129,10 +132,12 @@ def _takes_one_argument(kind: ast.ClassDef) -> bool:
     """Whether a class can be called with one argument; true where its text does not tell."""
     functions = [node for node in kind.body if isinstance(node, ast.FunctionDef)]
     made = next((node for node in functions if node.name == "__init__"), None)
+    # `object.__init__` takes none, and the caller has left out classes with bases
     if made is None:
         return False
     if made.args.vararg or made.args.kwonlyargs:
         return True
+    # without `self`
     given = len(made.args.posonlyargs) + len(made.args.args) - 1
     return given - len(made.args.defaults) <= 1 <= given
 
@@ -188,6 +193,7 @@ def resolve_loop(text: str, framework: str | None = None) -> Loop:
         LOOP_EXPECTED,
         object(),
     )
+    # a decorated loop keeps the decorator's own options
     if framework == "jax" and not is_jax(loop):
         loop = jax_training_loop(loop)
     return _noted(loop, resolve_loop, text)
@@ -240,6 +246,7 @@ def resolve_function(text: str, what: str) -> Callable[[], Any]:
 def _noted(found: Any, resolve: Callable[[str], Any], text: str) -> Any:
     """Return a loaded object, after a note of how other processes load it."""
     place, colon, name = text.rpartition(":")
+    # another process, such as a rank, may have another working directory
     if place.endswith(".py"):
         text = f"{Path(place).resolve()}{colon}{name}"
     remember(found, Importable(__name__, resolve.__name__, (text,)))
@@ -248,6 +255,8 @@ def _noted(found: Any, resolve: Callable[[str], Any], text: str) -> Any:
 
 def _built_in(text: str) -> Loop:
     _expect_built_in(text)
+    # `load` may make the loop, so another process loads it by the trainer's name; a built-in one is
+    # found by its module
     if text in TRAINERS:
         return _noted(TRAINERS[text].load(), resolve_loop, text)
     from gradcheck_suite.loops.jax_modes import JAX_MODES
@@ -298,6 +307,7 @@ def _module(place: str) -> ModuleType:
     path = Path(place)
     if path.is_dir() and not (path / "__init__.py").is_file():
         raise _is_folder(place)
+    # a module's name has no slash, so a path without `.py` is refused as a path
     if place.endswith(".py") or "/" in place or "\\" in place:
         return _import_file(path)
     if path.is_file():
@@ -318,8 +328,12 @@ def _import_file(path: Path) -> ModuleType:
         raise UsageError(f"{path} is not a Python file: expected a name that ends in .py")
     resolved = path.resolve()
     status = path.stat()
+    # a loop and a problem of one file are of one module; a file that has changed since, as between
+    # two tests, is imported anew
     key = (str(resolved), status.st_mtime_ns, status.st_size)
     if key not in _loaded:
+        # a file called `torch.py` or `train.py` must not take the place of another module of that
+        # name
         name = f"gradcheck_suite_subject_{len(_loaded)}_{re.sub(r'[^A-Za-z0-9_]', '_', path.stem)}"
         spec = importlib.util.spec_from_file_location(name, resolved)
         assert spec is not None
@@ -332,6 +346,7 @@ def _import_file(path: Path) -> ModuleType:
         try:
             _guarded(lambda: execute(module), str(path), str(resolved))
         except BaseException:
+            # a half-imported module would be found by the next import as if it were whole
             del sys.modules[name]
             raise
         _loaded[key] = module
@@ -341,10 +356,14 @@ def _import_file(path: Path) -> ModuleType:
 def _import_module(name: str) -> ModuleType:
     # a console script lacks the working directory on its path, `python -m` has it
     _put_on_path(str(Path.cwd()))
+    # a file that was written since the last import, as by a test, is found then
     importlib.invalidate_caches()
     try:
+        # it imports the parent packages, so every exception of theirs may come
         found = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
+        # the module is there and its package imports what is missing: another message than "no
+        # module"
         if error.name is None or not name.startswith(error.name):
             raise UsageError(f"cannot import {name}: {one_line(error)}") from None
         found = None
@@ -376,6 +395,7 @@ def _guarded(load: Callable[[], Any], shown: str, file: str | None) -> Any:
     """Run an import; every exception except an interrupt by the user becomes a `UsageError`."""
     try:
         return load()
+    # such as `argparse` at the top level of a training script
     except SystemExit as error:
         where = _line_in(error, file)
         raise UsageError(
@@ -418,6 +438,7 @@ def module_of(file: Path) -> Module:
     """Return the module that a file of a package is."""
     path = file.resolve().with_suffix("")
     folder = path.parent
+    # the topmost folder with that file is the package that a relative import goes up to
     while (folder / "__init__.py").is_file():
         folder = folder.parent
     if folder == path.parent:  # a folder without __init__.py is a package too
@@ -442,6 +463,7 @@ def import_hint(error: BaseException | None, script: Path | None) -> str:
     package = error.name.partition(".")[0]
     if package in sys.modules:  # it has no such submodule
         return ""
+    # without the script's own folder, which Python has searched
     parents = [] if script is None else script.resolve().parents[1:]
     for folder in parents:
         if (folder / package).is_dir() or (folder / f"{package}.py").is_file():
@@ -469,6 +491,7 @@ def _line_in(error: BaseException, file: str | None) -> str:
     file.
     """
     frames = traceback.extract_tb(error.__traceback__)
+    # the last of them: the line of the file that is nearest to the error
     inside = [frame for frame in frames if frame.filename == file]
     if inside:
         return f" (line {inside[-1].lineno})"
@@ -513,12 +536,14 @@ def _offer(module: ModuleType) -> str:
         name
         for name, value in public.items()
         if issubclass(type(value), Problem)
+        # what the file imports is no loop of its
         or (callable(value) and _place_of(value) == module.__name__)
     ]
     return _listed(names)
 
 
 def _listed(names: list[str]) -> str:
+    # the error stays one line that can be read
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"; it defines {', '.join(names[:_SHOWN])}{more}" if names else ""
 
@@ -556,6 +581,7 @@ def libraries_of(loop: Loop) -> tuple[str, ...]:
     """Return the distributions that the loop's file and the files beside it import, in order of
     appearance.
     """
+    # an instance of a class with `__call__` has its class's module
     module = sys.modules.get(getattr(loop, "__module__", None) or type(loop).__module__)
     file = getattr(module, "__file__", None)
     if file is None or module.__name__.partition(".")[0] == "gradcheck_suite":  # type: ignore[union-attr]
@@ -586,6 +612,8 @@ def _imports(file: Path) -> list[str]:
             for name in names:
                 top = name.partition(".")[0]
                 beside = path.parent.joinpath(*name.split("."))
+                # the text is read and nothing imported: what an import inside a function would load
+                # counts as well
                 local = [
                     each
                     for each in (beside.with_suffix(".py"), beside / "__init__.py")

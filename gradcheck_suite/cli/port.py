@@ -48,6 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     environment.expect_main_job()
     expect_found(arguments.pair)
     given = {name: getattr(arguments, name) for name in OUTPUTS}
+    # the command has four of these options; the project's file may set the others, such as accepted
+    # faults
     wanted = OutputOptions(**parsers.configured(OutputOptions)).replace(**given)
     wanted.expect_writable()
     with CommandOutput(wanted) as output:
@@ -59,10 +61,12 @@ def _judge(arguments: argparse.Namespace, options: PortOptions, output: CommandO
     with waiting(IMPORTS):
         environment.prepare()
         expect_present("port")
+    # imported after `prepare`, which sets variables that torch and XLA read as they are loaded
     from gradcheck_suite.port.compare import judge_function
     from gradcheck_suite.port.pair import float64_allowed
 
     gc.freeze()  # the frameworks stay until the end
+    # the file may make arrays as it is imported, and JAX would cut them to float32
     with float64_allowed():
         make = resolve_function(arguments.pair, "a pair")
     baseline = output.options.baseline

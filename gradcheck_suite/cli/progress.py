@@ -52,6 +52,7 @@ class Progress(AbstractContextManager["Progress"]):
         self.stop()
         self._name = name
         self._examples = examples or self._examples
+        # a log file would get a line for each case
         if not sys.stderr.isatty():
             return
         self._bar = Bar(
@@ -74,6 +75,7 @@ class Progress(AbstractContextManager["Progress"]):
         self.count(1)
         tasks = () if self._bar is None else self._bar.tasks
         for task in tasks:
+            # what follows are the cases of shrinking, whose number nobody knows
             if not verdict.holds:
                 task.description = f"{self._name}: violated, looking for a smaller case"
             elif self._then is not None and task.completed == task.total:
@@ -160,10 +162,13 @@ class CommandOutput(AbstractContextManager["CommandOutput"]):
                 self.options.output_format, document, notices_of(results, stale), self.folder
             )
         if (html := self.options.html) is not None and results:
+            # a page of a run that holds opens no window: it has nothing to show that the terminal
+            # does not
             violated = any(
                 result["verdict"] in ("violated", "differs") for result in document["results"]
             )
             attempt(program, lambda: self._write_page(html, page(), file, opens=violated))
+        # last, after all files: these lines fail the command, and the last line is what a log shows
         for line in stale:
             fail(program, line)
 
@@ -180,6 +185,8 @@ class CommandOutput(AbstractContextManager["CommandOutput"]):
         if not self._keeps:
             return
         with suppress(OSError, ValueError):
+            # what the code under test has buffered for standard output goes where that pointed
+            # meanwhile
             self._stdout.flush()
         if self._kept >= 0:
             os.dup2(self._kept, 1)

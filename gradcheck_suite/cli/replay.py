@@ -51,6 +51,7 @@ def add_arguments(parser: parsers.Parser) -> None:
     parsers.add_framework(parser, ("torch", "jax"))
     parsers.add_problem(parser)
     for one in options_of(VerifyOptions):
+        # the case has all other options of `verify` in itself: its dtype, its device, its plan
         if one.name in ("autocast", "time_limit_s", "jax"):
             parsers.add_option(parser, one, one.default)
 
@@ -96,6 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
         checks = checked_programs()
     findings = [verdict.finding] if verdict.finding else []
     lines = []
+    # a generated problem was judged against JAX; of a user's torch model JAX knows nothing until it
+    # is translated, which is the second opinion
     if problem is not None and not is_jax(loop):
         with waiting("asking JAX for a second opinion"):
             opinion = second_opinion([case], problem)
@@ -108,6 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
         shown = replace(with_case_described(verdict.violation), **places)
         lines += shown.words
     else:
+        # where torch and JAX disagree there is no error of the loop to tell
         lines += [] if verdict.finding else [f"worst error {of_bound(verdict.ratio)}"]
         lines += describe_case(case)
     first = f"{name}  {'holds' if verdict.holds else 'VIOLATED'}  on case {case.digest}"

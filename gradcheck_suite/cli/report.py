@@ -55,6 +55,7 @@ def run_report(arguments: argparse.Namespace, contents_of: Callable[[], ReportCo
     """
     from gradcheck_suite.page import render
 
+    # a comparison prints lines and needs no templates
     if arguments.compare is None:
         render.expect_installed("the report")
     contents = contents_of()
@@ -73,6 +74,7 @@ def run_report(arguments: argparse.Namespace, contents_of: Callable[[], ReportCo
     _expect_records(reports, "--reports")
     expect_writable_folder(reports, f"--reports {reports}")
     built = report.build(reports, contents)
+    # all of them before anything is written: a picture that fails leaves the old report whole
     drawn = {figure.key: render.svg(figure.spec, figure.alt) for figure in render.pictures(built)}
     write_text(reports / "report.html", render.report_html(built))
     write_text(
@@ -80,6 +82,7 @@ def run_report(arguments: argparse.Namespace, contents_of: Callable[[], ReportCo
         render.report_markdown(built, lambda figure: f"{PICTURES}/{figure.key}.svg"),
     )
     write_json(reports / "report.json", report_json(built))
+    # pictures of an older report, to which nothing links any more
     for path in (reports / PICTURES).glob("*.svg"):
         if path.stem not in drawn:
             path.unlink()

@@ -78,6 +78,7 @@ class Shards:
 
     def partial(self, number: int) -> Path:
         """Return that folder, empty."""
+        # files of an attempt that was killed would be taken for the new one's
         shutil.rmtree(path := self.partial_place(number), ignore_errors=True)
         path.mkdir(parents=True)
         return path
@@ -89,11 +90,13 @@ class Shards:
         shutil.rmtree(
             self.place(number), ignore_errors=True
         )  # where it is, it failed or a file of it was cut short
+        # atomic on one file system: a folder without the suffix is complete
         partial.rename(self.place(number))
 
     def remove(self) -> None:
         """Remove all of them, and the folder of campaigns where no other one is under way."""
         shutil.rmtree(self.folder, ignore_errors=True)
+        # another campaign's shards keep the folder: `rmdir` refuses one that is not empty
         with suppress(OSError):
             self.folder.parent.rmdir()
 
@@ -104,6 +107,8 @@ class Shards:
         try:
             if self.status(number) in COULD_NOT_RUN:
                 return False
+            # read only to see that the file is whole; a power cut leaves files of the right name
+            # and no content
             self.result(number)
             for path in self.place(number).rglob("*.jsonl"):
                 for line in path.read_text().splitlines():
@@ -152,6 +157,8 @@ def merge(shards: Shards, numbers: range, reports: Path, kinds: tuple[str, ...])
         known = set(old)
         lines = chain.from_iterable(shards.lines(number, kind) for number in numbers)
         new = [line for line in lines if line not in known]
+        # the file is written whole, under another name and then renamed, so a merge is never half
+        # appended
         if new:
             write_text(path, "".join(f"{line}\n" for line in (*old, *new)))
     for number in numbers:
@@ -193,8 +200,11 @@ def main(connection: Connection, shard: Shard, folder: Path) -> None:
     end_with_parent(connection)
     with (folder / OUTPUT).open("w") as output:
         for stream in (1, 2):
+            # the descriptors and not `sys.stdout`: what C code and child processes print belongs
+            # there too
             os.dup2(output.fileno(), stream)
     status = run_shard(shard, folder)
+    # `os._exit` below flushes nothing
     sys.stdout.flush()
     sys.stderr.flush()
     connection.send(status)
@@ -225,6 +235,7 @@ def run_locally(
 
     def work(number: int) -> None:
         template = free.get()
+        # a process may be lost to the system's memory killer, which says nothing about the shard
         for _ in range(LOSSES):
             _, (connection,) = template.fork(
                 __name__, [(asked[number], shards.partial(number).resolve())]
@@ -245,8 +256,11 @@ def run_locally(
         for _ in range(min(workers, len(waiting))):
             free.put(stack.enter_context(closing(Template("gradcheck_suite.verification.verify"))))
         jobs = [pool.submit(work, number) for number in waiting]
+        # registered last and so called first: no waiting shard starts while the templates are
+        # closed
         stack.callback(lambda: [job.cancel() for job in jobs])
         for job in as_completed(jobs):
+            # raises here what the thread has raised
             job.result()
             progress()
 
@@ -292,6 +306,7 @@ def run_on_ray(
         CannotRunHere: Ray is not installed, the cluster does not answer, or a shard ends its worker
             again and again.
     """
+    # before the import of ray, which takes a second, and whose client would wait for minutes
     _expect_listener(address)
     try:
         import ray
@@ -302,6 +317,7 @@ def run_on_ray(
     _expect_cluster(address)
     try:
         cluster = (
+            # a cluster that is joined refuses `num_cpus`: its own machines say how many they have
             {"address": address} if address else {"num_cpus": workers, "include_dashboard": False}
         )
         ray.init(**cluster, logging_level="error", log_to_driver=False)
@@ -314,10 +330,13 @@ def run_on_ray(
         task = ray.remote(num_cpus=1, max_retries=LOSSES)(files_of_shard)
         running = {task.remote(asked[number]): number for number in waiting}
         while running:
+            # one at a time, in the order in which they end, so that what is done is on disk when
+            # the driver stops
             (done, *_), _ = ray.wait(list(running), num_returns=1)
             number = running.pop(done)
             try:
                 status, files = ray.get(done)
+            # Ray raises it after the last retry
             except ray.exceptions.WorkerCrashedError:
                 raise CannotRunHere(
                     f"shard {number} ended {1 + LOSSES} worker processes of Ray: run"
@@ -355,7 +374,12 @@ def _expect_cluster(address: str | None) -> None:
     try:
         if address is not None:
             subprocess.run(
-                [sys.executable, "-Pc", joins], timeout=ANSWER_S, capture_output=True, check=False
+                # its status is ignored: a refusal is reported by `ray.init` below, with Ray's own
+                # reason
+                [sys.executable, "-Pc", joins],
+                timeout=ANSWER_S,
+                capture_output=True,
+                check=False,
             )
     except subprocess.TimeoutExpired:
         raise CannotRunHere(

@@ -78,6 +78,7 @@ def run(arguments: Namespace) -> int:
         print("\n".join(aligned((name, f"{t.about} [{t.status}]") for name, t in TRAINERS.items())))
         return exit_status.HOLDS
     environment.expect_main_job()
+    # before torch is imported: a name that does not exist is refused at once
     trainers = _chosen(_models_only(arguments) if arguments.heads else arguments.trainers)
     parsers.expect_writable(arguments.reports, json=arguments.json)
     with waiting(IMPORTS):
@@ -88,6 +89,7 @@ def run(arguments: Namespace) -> int:
     from gradcheck_suite.verification.trainers import closing
 
     problem = None if arguments.problem is None else resolve_problem(arguments.problem)
+    # a trainer's packages are named anyway; of a user's loop the imports tell them
     own = [trainer.loop for trainer in trainers if not trainer.requires]
     libraries = list(chain.from_iterable(map(libraries_of, own)))
     about = environment.environment((*PACKAGES, *libraries))
@@ -135,6 +137,7 @@ def _asked(
                         progress=progress.advance,
                     )
                     progress.stop()
+                    # half an answer is none: it is neither printed nor recorded
                     if answer.result is not None and answer.result.interrupted:
                         raise KeyboardInterrupt
                     answers.append(answer)
@@ -143,6 +146,7 @@ def _asked(
                         arguments.reports, KINDS["trainer"], answer.to_json(), environment=about
                     )
         finally:
+            # the answers before an interrupt are the user's, after hours perhaps
             if answers:
                 write_document(
                     arguments.json, about, {"answers": [answer.to_json() for answer in answers]}
@@ -162,6 +166,7 @@ def _devices(trainers: Iterable[Trainer]) -> str:
 
 
 def _status(answers: Sequence[Answer]) -> int:
+    # a run that asked nothing must not end with the status of one that held
     if all(answer.result is None for answer in answers):
         raise CannotRunHere("no question could be asked here: the lines above say what is missing")
     return exit_status.status_of(

@@ -99,6 +99,7 @@ def verify_subject(
     reach = CaseCoverage()
 
     def note(verdict: Verdict) -> None:
+        # what was not judged covers nothing: a layer that only skipped cases have was not tried
         if not (verdict.skipped or verdict.finding):
             reach.note(verdict.case)
         progress(verdict)
@@ -110,6 +111,8 @@ def verify_subject(
         problem=subject.problem,
         problem_name=subject.problem_name or "problem",
         progress=note,
+        # the lines are printed by this module, which also knows the files and how far the run has
+        # come
         quiet=True,
     )
     return result, reach.to_json()
@@ -142,6 +145,7 @@ def _with_script(
     from gradcheck_suite.script import NoScriptError, script_text
 
     assert result.violation is not None
+    # such as a lambda: only the process that made it has it
     if not subject.importable:
         why = "the loop is no FILE.py:NAME or package.module:NAME that a script could import"
         return Counterexample(case, None, why)
@@ -170,8 +174,11 @@ def _tried(stored: Counterexample, violation: Violation, options: VerifyOptions)
     if stored.script is None:
         return stored
     failure = script_failure(stored.script, violation, options.time_limit_s)
+    # it failed with the fault that it was written for, so it shows what the verdict says
     if failure is None:
         return stored
+    # it was too slow or could not start here: it may well show the fault on the reader's machine,
+    # so it stays, with a word that nobody has seen it fail
     if not failure.is_refuted:
         return replace(stored, no_script=failure.reason)
     # a script that says that the fault is gone, or that fails, would contradict the verdict
@@ -230,6 +237,7 @@ def header(
     """
     versions = about["versions"]
     flags = about["precision"]
+    # the first kind of loop fills the line, and the other kind adds only what is different of it
     options = next(iter(chosen.values()))
     optimizer = "" if options.optimizer is None else f", optimizer {options.optimizer}"
     others = "".join(
@@ -243,6 +251,8 @@ def header(
             f" seed {options.seed}, {options.dtype} on {options.device}{optimizer}{others}"
         ),
         (
+            # printed with every run, since TF32 keeps ten bits of each factor, where float32 keeps
+            # 23
             f"matmul precision: torch {flags.get('torch_float32_matmul_precision')} "
             f"(TF32 {_on(flags.get('torch_cuda_matmul_allow_tf32'))}, "
             f"cuDNN TF32 {_on(flags.get('torch_cudnn_allow_tf32'))}), "
@@ -262,6 +272,7 @@ def subjects(
     """
     trainers = [TRAINERS[name] for name in names if name in TRAINERS]
     packages = dict.fromkeys(chain.from_iterable(trainer.packages for trainer in trainers))
+    # keys alone: a library that two loops share is named once, in the order of the loops
     packages |= dict.fromkeys(libraries)
     return ", ".join(
         f"{name} {versions[name]}" for name in ("gradcheck-suite", "torch", "jax", *packages)
@@ -278,6 +289,7 @@ def file_lines(
         options: of the verification.
         seen: returns a path as messages have it.
     """
+    # only what differs from the default, so that the line stays short enough to copy
     further = (
         ""
         if options.time_limit_s == DEFAULT_TIME_LIMIT
@@ -308,6 +320,8 @@ def summary(
         examples: cases that were asked for, of a run of one loop.
     """
     violated = [result.loop for result in results if result.violations]
+    # of one loop it says how many cases were tried: "0 of 1 loop" would tell nothing of the run's
+    # worth
     if interrupted and asked == 1:
         return _summary_of_one(results, examples)
     complete = [result for result in results if not result.interrupted]
@@ -317,6 +331,7 @@ def summary(
         text = f"no violation so far in {counted(asked, 'loop')}"
     else:
         text = f"all {asked} loops hold" if asked > 1 else "the loop holds"
+    # "the loop holds" with an accepted fault would be read as a clean loop
     if accepted := sum(len(result.accepted) for result in results):
         text += f"; {counted(accepted, 'fault')} accepted"
     if found := sum(len(result.findings) for result in results):
@@ -335,6 +350,7 @@ def _summary_of_one(results: Sequence[Result], examples: int | None) -> str:
 
 
 def _on(flag: Any) -> str:
+    # a build without CUDA has no such flag, and then None is printed and not "off"
     return ("on" if flag else "off") if isinstance(flag, bool) else str(flag)
 
 
@@ -385,11 +401,13 @@ def add_arguments(parser: parsers.Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Verify the loops that the arguments name; print and store the results."""
+    # it begins before the imports, which the user waits for too
     stopwatch = LapTimer()
     environment.expect_main_job()
     if arguments.list:
         return _list(arguments.ranks)
     wanted = parsed(arguments, OutputOptions)
+    # all that can be refused is refused before torch is imported: a typo costs no seconds
     wanted.expect_writable()
     not_stored = _why_not_stored(wanted)
     for text in arguments.loops:
@@ -400,6 +418,8 @@ def run(arguments: argparse.Namespace) -> int:
     with (
         CommandOutput(wanted) as output,
         template_ahead(wanted=options.ranks > 1),
+        # both start before the imports below, so that they import torch at the same time as this
+        # process
         second_process(wanted=_is_worth_a_process(arguments, options)),
     ):
         with waiting(IMPORTS):
@@ -423,6 +443,7 @@ def _why_not_stored(wanted: OutputOptions) -> str:
     try:
         expect_writable_folder(folder, "counterexamples are not stored")
     except UsageError as error:
+        # the end of that message advises another folder, which the warning says in its own words
         why = str(error).partition("; choose")[0]
         print(f"{PROGRAM}: warning: {why}; --reports DIR names another folder", file=sys.stderr)
         return why
@@ -461,6 +482,7 @@ def _verify(
         expect_ranks(options.ranks, options.device)
         judge_digest()  # its sources are read while the ranks' process imports torch, and kept for the records
     libraries = dict.fromkeys(chain.from_iterable(libraries_of(each.loop) for each in subjects))
+    # after the import of the loops, since it names the versions that were loaded
     about = environment.environment((*PACKAGES, *libraries))
     chosen = {is_jax(subject.loop): options.of(subject.loop) for subject in subjects}
     lines = header(arguments.loops, chosen, arguments.problem, about, libraries)
@@ -478,11 +500,14 @@ def _verify(
         _verify_all(subjects, options, about, done)
     finally:
         results = done.results
+        # an exception of the fourth loop must not lose the verdicts on the first three
         stale = no_longer_found(output.options.baseline, results)
         # bad input stops the work before any result: then nothing is written
         if results or done.interrupted:
             output.deliver(PROGRAM, results, about, done.page, stale)
+    # an accepted fault that is gone fails the run: its entry would hide the next fault of this name
     violated = bool(stale) or any(result.violations for result in results)
+    # a run in which nothing could be judged must not pass; a violation is told first
     if not violated and not done.interrupted:
         _expect_judged(results)
     if not quiet:
@@ -537,6 +562,7 @@ def _verify_all(
     from gradcheck_suite.run.ranks import kept_ranks
     from gradcheck_suite.verification.ahead import caller_checks_programs
 
+    # known beforehand, so that the verdicts stand under each other though they come one by one
     width = max(len(subject.name) for subject in subjects)
     then = None if subjects[0].problem is None else "judged, asking JAX for a second opinion"
     with (
@@ -558,14 +584,20 @@ def _verify_all(
                 progress.start(subject.name, chosen.examples)
                 found, reached = verify_subject(subject, chosen, advance)
                 progress.stop()
+                # what the user has waited for, with the imports: the time in `verify` alone would
+                # look better than it is
                 found = replace(found, seconds=done.stopwatch.lap())
                 result = found.accepting(done.output.options.baseline)
+                # before it is stored and recorded: Ctrl-C there keeps the verdict
                 done.results.append(result)
                 stored = _keep(subject, chosen, result, about, done, width)
                 stops = done.stop_on_violation and bool(result.violations)
+                # after Ctrl-C the programs are left unchecked: it would take seconds that the user
+                # has refused
                 if not (result.interrupted or pressed):
                     is_last = stops or number == len(subjects)
                     result = _check_programs(done, is_last=is_last)
+                # recorded last, since the check of the programs may add a finding to the result
                 reports = done.output.options.reports
                 exit_status.attempt(
                     PROGRAM,
@@ -588,6 +620,7 @@ def _check_programs(done: _Run, *, is_last: bool) -> Result:
     from gradcheck_suite.verification.ahead import check_programs_beside, checked_programs
 
     result = done.results[-1]
+    # XLA compiles while the next loop runs, and its answer is collected with the last loop's
     if not is_last:
         check_programs_beside()
         return result
@@ -598,6 +631,7 @@ def _check_programs(done: _Run, *, is_last: bool) -> Result:
                 f" {counted(left, 'program')} left"
             )
         )
+    # the differences of all loops' programs are collected here, so they stand with the last result
     if checks.differences:
         result = done.results[-1] = replace(
             result, findings=(*result.findings, *checks.differences)
@@ -631,6 +665,7 @@ def _keep(
     if done.not_stored:
         return None
     reports = output.options.reports or output.folder / DEFAULT_REPORTS
+    # a full disk must not take the place of the verdict
     stored = exit_status.attempt(PROGRAM, lambda: store(subject, options, result, reports, about))
     if stored is None:
         return None
@@ -649,6 +684,7 @@ def _list(ranks: int) -> int:
     from gradcheck_suite.loops.reset_modes import BUILT_IN
 
     loops = {**BUILT_IN, **JAX_MODES} if ranks == 1 else RANK_LOOPS
+    # the first line of a loop's docstring describes it, so that the two cannot differ
     built_in = [
         (name, (loop.__doc__ or "").strip().splitlines()[0]) for name, loop in loops.items()
     ]
@@ -682,6 +718,7 @@ def _subjects(arguments: argparse.Namespace, options: VerifyOptions) -> list[Sub
     from gradcheck_suite.loops.ranks import RANK_LOOPS
     from gradcheck_suite.strategies.cases import expect_layers_left
 
+    # they would run on one rank, too, and hold there: a verdict on nothing that they are about
     if options.ranks == 1 and (
         over_ranks := next((text for text in arguments.loops if text in RANK_LOOPS), None)
     ):
@@ -693,6 +730,7 @@ def _subjects(arguments: argparse.Namespace, options: VerifyOptions) -> list[Sub
     note_untested_trainers(loops)
     for name, loop in loops.items():
         try:
+            # each loop before any is verified: otherwise the tenth would be refused after minutes
             assumes = checked_assumptions({*options.assumes, *assumptions_of(loop)})
             checked_autocast(autocast_of(loop))
             expect_layers_left(assumes)

@@ -44,6 +44,7 @@ def _freeze(options: Mapping[str, Any], where: str) -> tuple[tuple[str, Scalar],
                 f"{where}: option {name!r} must be a bool, int, float, str or None, got"
                 f" {type(value).__name__}"
             )
+    # sorted, so that equal specs are equal whatever the order of their options: digests rest on it
     return tuple(sorted(options.items()))
 
 
@@ -59,6 +60,7 @@ class _Spec:
             raise UsageError(
                 f"{type(self).__name__}: kind must be a string, got {type(kind).__name__}"
             )
+        # the class is frozen
         object.__setattr__(self, "kind", kind)
         object.__setattr__(self, "options", _freeze(options, f"{type(self).__name__}({kind!r})"))
 
@@ -238,6 +240,7 @@ ALWAYS_WRITTEN = ("micro_batches", "accumulation_steps", "epochs", "masked")
 
 def is_integer(value: Any) -> bool:
     """Return whether a value is an int and no bool."""
+    # True is an int in Python
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -268,6 +271,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "micro_batches", tuple(self.micro_batches))
+        # one rank is no distributed run: both ways of saying so are one plan, with one digest
         object.__setattr__(self, "ranks", () if len(self.ranks) == 1 else tuple(self.ranks))
         object.__setattr__(self, "masked", tuple(sorted(set(self.masked))))
         self._expect_numbers()
@@ -298,6 +302,7 @@ class Plan:
                 f" got {self.masked}"
             )
         for w, window in enumerate(self.windows):
+            # the mean over no valid target is 0 / 0: such a window has no right gradient
             if set(window) <= set(self.masked):
                 raise UsageError(
                     f"Plan: window {w} has no valid targets: all its micro-batches {window} are"
@@ -318,6 +323,8 @@ class Plan:
         parts: list[tuple[range, ...]] = []
         # a rank that has run out leaves the last windows to the others
         while any(left):
+            # each rank's micro-batches of a window are numbered one after the other: rank 0's, rank
+            # 1's, ...
             ends = tuple(accumulate((min(n, k) for n in left), initial=start))
             parts.append(tuple(map(range, ends, ends[1:])))
             left = tuple(n - min(n, k) for n in left)
@@ -378,6 +385,8 @@ class Plan:
         """The number of optimizer steps after which a loop is stopped: more than two per
         micro-batch.
         """
+        # a step after each micro-batch and another after each window is still a loop that ends by
+        # itself; 8 is for the smallest plans
         return 2 * self.epochs * len(self.micro_batches) + 8
 
     @property
@@ -410,6 +419,8 @@ class Plan:
                 if n
             ]
             ranks = tuple(n for n in counts if n)
+            # the order of micro-batches follows from what each rank has: a plan of ones says which
+            # rank comes when
             owners = Plan((1,) * len(kept), self.accumulation_steps, ranks=ranks).owners
             kept = tuple(next(given[owner]) for owner in owners)
         else:
@@ -451,6 +462,7 @@ def plan_from_json(data: Any) -> Plan:
     if missing or unknown:
         raise UsageError(f"plan: missing {sorted(missing)}, unknown {sorted(unknown)}")
     for name, value in data.items():
+        # JSON has no tuples
         if str(known[name].type).startswith("tuple") and not isinstance(value, list):
             raise UsageError(f"plan: {name} must be a list, got {value!r}")
     values: dict[str, Any] = {
@@ -552,6 +564,7 @@ class Case:
     @cached_property
     def digest(self) -> str:
         """The id of the case: the first 12 hexadecimal digits of the SHA-256 of its canonical JSON."""
+        # one spelling for one content
         text = json.dumps(self._content(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -596,6 +609,7 @@ def case_from_json(data: Any) -> Case:
     problem = data["problem"]
     given["problem"] = problem if isinstance(problem, str) else problem_from_json(problem)
     case = Case(**{**given, "plan": plan_from_json(data["plan"])})
+    # a case that was edited by accident would be replayed as another one
     if "digest" in data and data["digest"] != case.digest:
         raise UsageError(
             f"case was edited: its digest is {data['digest']!r} but its content has"
@@ -646,6 +660,7 @@ def probe_case(
     spec = ProblemSpec(Input("index", items=items), (Layer("readout"),), loss)
     return Case(
         spec,
+        # a micro-batch without valid targets would have weight 0 whatever a loop does
         plan.replace(masked=()),
         dtype=dtype,
         device=device,

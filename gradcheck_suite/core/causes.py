@@ -27,6 +27,7 @@ class Cause:
 _ROWS = (
     Cause("activation", "another activation function", "use torch's activation"),
     Cause(
+        # `jax.image.resize` has no `align_corners`: it always resizes between half-pixel centers
         "align-corners",
         "corners aligned or half-pixel centers in resizing",
         "compute the positions as align_corners of torch says",
@@ -43,7 +44,10 @@ _ROWS = (
     ),
     Cause("axis", "a sum or mean over another axis", "reduce over torch's axis"),
     Cause(
-        "batch-statistics", "batch or running statistics", "use those that torch uses in this mode"
+        # a torch module has a mode, a JAX model an argument
+        "batch-statistics",
+        "batch or running statistics",
+        "use those that torch uses in this mode",
     ),
     Cause("betas", "other decay rates of the moments", "pass torch's betas as b1 and b2"),
     Cause(
@@ -63,6 +67,8 @@ _ROWS = (
     ),
     Cause("class-weights", "class weights in the loss", "pass the class weights to the loss"),
     Cause(
+        # `optax.clip_by_global_norm` divides by the norm alone, `torch.nn.utils.clip_grad_norm_` by
+        # the norm and 1e-6
         "clip-epsilon",
         "clipping without torch's 1e-6 beside the norm",
         "scale by limit / (norm + 1e-6), or accept it",
@@ -100,6 +106,7 @@ _ROWS = (
         "weight decay on other parameters",
         "mask the decay as torch's parameter groups do",
     ),
+    # 0.99 by default in torch's RMSprop, and 0.9 in optax's
     Cause("decay-of-squares", "another decay rate of the squares", "pass torch's alpha as decay"),
     Cause(
         "decoupled-decay",
@@ -111,6 +118,7 @@ _ROWS = (
         "weight decay at another place of the update",
         "apply the decay where torch does",
     ),
+    # `optax.sgd` has no dampening
     Cause("dampening", "another dampening of the momentum", "scale the gradient by 1 - dampening"),
     Cause("dilation", "another dilation of the kernel", "pass rhs_dilation as torch does"),
     Cause("dropout-active", "dropout that is active in evaluation", "pass deterministic=True"),
@@ -124,9 +132,11 @@ _ROWS = (
         "another value of a segment that no element belongs to",
         "put torch's value where a segment is empty",
     ),
+    # 1e-5 in torch's layer norm and 1e-6 in flax's, by default
     Cause("eps", "a different epsilon", "pass torch's eps"),
     Cause("eps-place", "epsilon added outside of the root, or inside", "add eps where torch does"),
     Cause(
+        # `optax.rmsprop` adds it inside by default, torch outside
         "eps-inside-root",
         "epsilon of the optimizer inside of the root, or outside",
         "set eps_in_sqrt or eps_root as torch does",
@@ -140,6 +150,7 @@ _ROWS = (
     Cause("extra-softmax", "a softmax that torch does not have", "remove it"),
     Cause("extra-norm", "a normalization that torch does not have", "remove it"),
     Cause(
+        # `jax.nn.gelu` approximates by default, `torch.nn.functional.gelu` does not
         "gelu-approximation",
         "the tanh or erf form of gelu",
         "pass approximate=False or True as torch does",
@@ -151,6 +162,8 @@ _ROWS = (
         "gru-bias", "the recurrent bias of the new gate outside of the reset gate", "add it inside"
     ),
     Cause(
+        # torch and cuDNN apply it to the product, the paper to the state before it (Cho et al.
+        # 2014)
         "gru-reset-gate",
         "the reset gate before the recurrent product, or after",
         "apply it as torch does",
@@ -164,15 +177,18 @@ _ROWS = (
     Cause("index-offset", "an index or position with an offset", "start where torch starts"),
     Cause("index-reversed", "positions from the other end", "count from torch's end"),
     Cause(
+        # 0.1 by default in `optax.adagrad`, and 0 in torch's
         "initial-accumulator",
         "another start of an accumulator or an average",
         "start it at torch's value",
     ),
     Cause(
+        # what torch calls a convolution is a correlation; `jnp.convolve` flips its kernel
         "kernel-flipped",
         "the kernel flipped: convolution in place of correlation",
         "flip the kernel in load",
     ),
+    # torch has output channels first, flax has them last
     Cause("kernel-transposed", "axes of the kernel exchanged", "transpose the kernel in load"),
     Cause("label-smoothing", "another label smoothing", "smooth over all classes, as torch does"),
     Cause(
@@ -240,6 +256,7 @@ _ROWS = (
     ),
     Cause("momentum", "another momentum", "pass torch's momentum"),
     Cause(
+        # torch's momentum is the share of the new value, flax's that of the old one
         "momentum-convention",
         "old and new value exchanged, or momentum as an average",
         "use 1 - momentum of torch",
@@ -276,6 +293,7 @@ _ROWS = (
     Cause("other-position", "another position is taken", "take torch's position"),
     Cause("other-slice", "another slice is taken", "take torch's slice"),
     Cause("other-value", "another value is used in its place", "use the value that torch uses"),
+    # with a stride, "SAME" of JAX pads the end by more than the beginning, which torch does not do
     Cause("padding", "other padding, or at the other end", "pad as torch does"),
     Cause(
         "padding-gradient", "a gradient of the padding row", "stop the gradient of the padding row"
@@ -336,6 +354,7 @@ _ROWS = (
     Cause("swapped-parameters", "parameters exchanged", "load each under its own name"),
     Cause("term-order", "a difference in the other order", "exchange the two"),
     Cause(
+        # `jax.lax.top_k` takes the first of equal elements; torch promises no order
         "ties",
         "equal elements in another order, or of which more are kept",
         "sort stably, and take elements by their positions as torch does, or by its threshold",
@@ -354,13 +373,17 @@ _ROWS = (
     ),
     Cause("unused-parameter", "a torch parameter that the JAX model does not use", "use it"),
     Cause(
+        # `torch.var` divides by n - 1 by default, `jnp.var` by n; so do the running variances of
+        # torch's and flax's batch norm
         "variance-correction",
         "biased or unbiased variance (correction, ddof)",
         "pass ddof as torch does",
     ),
+    # 1e-2 by default in torch's AdamW, and 1e-4 in `optax.adamw`
     Cause("weight-decay", "another weight decay", "pass torch's weight decay"),
     Cause("weight-permuted", "elements of a weight in another order", "reorder the weight in load"),
     Cause(
+        # a linear layer's weight is (out, in) in torch, and (in, out) in flax
         "weight-transposed",
         "a weight that is not transposed, or once too often",
         "transpose it in load",

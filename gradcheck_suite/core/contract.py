@@ -217,6 +217,7 @@ def signature_of(function: Any) -> inspect.Signature:
         ValueError: has no signature, as some callables written in C.
     """
     if sys.version_info >= (3, 14):
+        # a new module of Python 3.14, which evaluates annotations when they are asked for
         from annotationlib import Format
 
         return inspect.signature(function, annotation_format=Format.FORWARDREF)
@@ -237,6 +238,7 @@ def expect_plain_function(found: Any, called: str, expected: str, *arguments: ob
     """
     if not callable(found):
         raise UsageError(f"{called} is of type {type(found).__name__}: expected {expected}")
+    # a coroutine that is called and not awaited does nothing, and every case would hold
     if inspect.iscoroutinefunction(found) or inspect.isasyncgenfunction(found):
         raise UsageError(
             f"{called} is an async function, and calling it runs nothing: expected a plain function"
@@ -276,6 +278,7 @@ def expect_loop(loop: Any) -> None:
     Raises:
         UsageError: it is none.
     """
+    # `isinstance` would ask a lazy object for its class, and import what it stands for
     if issubclass(type(loop), Problem):
         raise UsageError("got a Problem, not a loop: pass it as `problem`")
     called = getattr(loop, "__qualname__", None) or f"the loop {loop!r}"
@@ -301,6 +304,7 @@ def _expect_arguments(name: str, function: Any, wanted: tuple[str, ...]) -> None
 
 def is_assumption(name: Any) -> bool:
     """Return whether a value is the name of an assumption."""
+    # a layer may be one that the user has registered, which is not known here
     return isinstance(name, str) and (
         name in ASSUMPTIONS or (name.startswith(NO_LAYER) and name != NO_LAYER)
     )
@@ -312,6 +316,7 @@ def checked_assumptions(names: Iterable[str]) -> frozenset[str]:
     Raises:
         UsageError: a name is unknown, or two names exclude each other.
     """
+    # a string is an iterable of its letters
     if isinstance(names, str):
         raise UsageError(
             f"assumes must be a tuple of names such as ({names!r},), got the string {names!r}"
@@ -468,8 +473,10 @@ def dealt_to_ranks(
     shares = [count] * ranks
     if uneven and EVEN_RANKS not in assumes:
         last = plan.windows[-1]
+        # each rank keeps one micro-batch in all, since a rank without any is no rank
         shares[-1] -= min(len(last) - (BUSY_RANKS in assumes), count - 1)
     factors = (1,) * ranks if EQUAL_MICRO_BATCHES in assumes else ITEMS_OF_RANKS
+    # as in `Plan.select`: a plan of ones says which rank comes when
     owners = Plan((1,) * sum(shares), plan.accumulation_steps, ranks=tuple(shares)).owners
     own = [iter([n * factor for n in plan.micro_batches]) for factor in factors]
     return plan.replace(

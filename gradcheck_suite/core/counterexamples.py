@@ -51,6 +51,7 @@ def evidence_to_json(comparison: Comparison) -> list[dict[str, Any]]:
 def _parameter(comparison: Comparison, name: str, ratio: Vector) -> dict[str, Any]:
     layout = comparison.layout
     shape = layout.shapes[layout.names.index(name)]
+    # a page shows a matrix: axes after the first are laid out as columns, a vector is one row
     matrix = ratio.reshape(shape[0] if len(shape) > 1 else 1, -1)
     row, column = np.unravel_index(int(np.argmax(matrix)), matrix.shape)
     rows = _around(int(row), matrix.shape[0])
@@ -104,6 +105,8 @@ class StoredCase:
 
 def counterexample_path(reports: Path, loop: str, case: Case) -> Path:
     """Return where a loop's counterexample belongs: `reports/counterexamples/<loop>-<digest>.json`."""
+    # the end of a name tells loops apart, its beginning is a folder; a leading dot would hide the
+    # file
     name = re.sub(r"[^A-Za-z0-9_.]+", "-", loop)[-_LONGEST_NAME:].lstrip("-.") or "loop"
     return reports / FOLDER / f"{name}-{case.digest}.json"
 
@@ -165,6 +168,7 @@ def read_case_file(path: Path) -> StoredCase:
         return _stored(data)
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
+    # a foreign JSON file may have anything where a case has something else
     except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
         raise UsageError(
             f"{path}: not a gradcheck-suite case ({type(error).__name__}: {error})"

@@ -94,6 +94,7 @@ def _steps_fault(
 
 
 def _parameters_fault(name: str, meaning: str, remedy: str, **more: Any) -> Fault:
+    # an audit does not follow what moves a parameter between steps, and so finds few of these
     own = {"jax": None, "command": "verify", **more}
     jax = own.pop("jax")
     return Fault(
@@ -143,6 +144,8 @@ _ROWS = (
             "long-window": Remedy(
                 "step and reset after each whole window: look at what decides when to step"
             ),
+            # DistributedDataParallel divides by the number of ranks, whatever each of them counts:
+            # https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
             "ranks": Remedy(
                 "divide each rank's summed loss by the count of all ranks; where gradients are"
                 " averaged over ranks (DistributedDataParallel, fully_shard), multiply it by the"
@@ -152,12 +155,15 @@ _ROWS = (
                     " is right for means of equal counts alone"
                 ),
             ),
+            # a replicated parameter is broadcast to the devices, and the transpose of a broadcast
+            # is a sum: https://docs.jax.dev/en/latest/notebooks/shard_map.html
             "summed-by-jax": Remedy(
                 "under `shard_map` with `check_vma` (the default), `jax.grad` by replicated"
                 " parameters has added the gradients up over the devices, and `pmean` after it"
                 " changes nothing: take the `pmean` of the loss inside of the differentiated"
                 " function, or divide by the number of devices"
             ),
+            # where JAX does not track what varies over devices, the transpose of `psum` is `psum`
             "summed-loss": Remedy(
                 "without `check_vma`, and under `pmap`, JAX multiplies the gradient of a loss that"
                 " is a `psum` by the number of devices: average the gradients with `pmean`, or leave"
@@ -172,6 +178,7 @@ _ROWS = (
                 " ignored"
             ),
             "ignored-targets": Remedy("let a micro-batch without valid targets count 0"),
+            # `count.clamp(min=1)` is the usual guard against a division by 0
             "at-least-1": Remedy(
                 "do not raise a count to 1: a micro-batch without valid targets counts 0, and a sum"
                 " of class weights may be below 1"
@@ -248,6 +255,8 @@ _ROWS = (
             " loop's variable late, and for losses that are multiplied"
         ),
         causes={
+            # autograd adds to a leaf as soon as its gradient is there: what was reached before the
+            # exception stays
             "exception": Remedy(
                 "where an exception of backward is caught, reset the gradients and begin the window"
                 " anew: a part of the micro-batch has arrived"
@@ -264,6 +273,7 @@ _ROWS = (
         "look for a `continue`, a `break` or a reset between them, an iterator that is advanced"
         " twice, and for what is chosen by chance, by size or by value",
         causes={
+            # equal micro-batches are one element of a set
             "duplicates": Remedy("look for a set, a cache, or a comparison of batches or losses")
         },
     ),
@@ -303,6 +313,8 @@ _ROWS = (
         general=True,
     ),
     _gradient_fault(
+        # `no_sync` must be around the forward, as its documentation says: the reducer is prepared
+        # there
         "not-reduced",
         "weights",
         "the gradient lacks micro-batches of some ranks",
@@ -339,9 +351,11 @@ _ROWS = (
             "other-optimizer": Remedy(
                 "reset the gradients of this optimizer before its own backward passes"
             ),
+            # Megatron and other frameworks add up in float32 beside `.grad`
             "buffer": Remedy(
                 "zero what the program adds gradients up in, such as `main_grad`, after every step"
             ),
+            # `zero_grad` sets to None by default, and leaves the old tensor to whoever has kept it
             "handed-over": Remedy(
                 "hand `.grad` over at every step: after `zero_grad` the next backward makes a new"
                 " tensor"
@@ -431,6 +445,8 @@ _ROWS = (
             " before the previous step, a step or an edit of parameters inside the window"
         ),
         causes={
+            # autocast keeps the casts of parameters until its outermost context is left, whatever
+            # steps happen inside: https://docs.pytorch.org/docs/stable/amp.html
             "casts": Remedy(
                 "enter autocast anew for each forward, or call `torch.clear_autocast_cache()` after"
                 " the step"
@@ -540,6 +556,8 @@ _ROWS = (
         command="verify",
     ),
     _gradient_fault(
+        # with `.grad` None, autograd keeps the tensor that backward returned, and copies nothing:
+        # https://github.com/pytorch/pytorch/blob/main/torch/csrc/autograd/functions/accumulate_grad.h
         "stolen-buffer",
         "elements",
         "a gradient shares memory with a buffer that backward writes again, or with another"
@@ -643,6 +661,7 @@ _ROWS = (
         "a window is stepped several times, or a step comes right after a reset",
         "step once, where a window has been accumulated; look for a library that steps as well",
         causes={
+            # on a gradient of zeros, momentum and decay still move a parameter
             "zeros": Remedy("step once per window, or reset to None, which optimizers skip"),
             "held-nothing": Remedy(
                 "step once, where a window has been accumulated; look for a library that steps as"
@@ -676,6 +695,7 @@ _ROWS = (
         "keep every trainable parameter in `run.optimizer`",
         command="",
         causes={
+            # `jax.jit` traces a pure function: what it writes to objects is lost when it returns
             "thrown-away": Remedy(
                 "return the new parameters from the compiled step and keep them; a step that updates"
                 " `nnx` objects in place needs `nnx.jit` in place of `jax.jit`"
@@ -819,6 +839,7 @@ def remedy_of(
     found: dict[str, None] = {}
     for fault in (FAULTS[name] for name in diagnosis.split(" or ")):
         own = [fault.causes[cause] for cause in causes if cause in fault.causes] or [fault.remedy]
+        # a dict keeps the order and each remedy once: several causes may share one
         found |= dict.fromkeys(one.jax if jax and one.jax else one.torch for one in own)
     of_library = [
         BY_LIBRARY[library, key] for key in (diagnosis, *causes) if (library, key) in BY_LIBRARY
@@ -830,6 +851,8 @@ def remedy_over_ranks(explanation: str, diagnosis: str) -> str:
     """Return an explanation with what its remedy says where there are several ranks or devices."""
     for name in diagnosis.split(" or "):
         if name in FAULTS and (remedy := FAULTS[name].remedy).ranks:
+            # the remedy is in the explanation as a text already: it was chosen before ranks were
+            # known
             explanation = explanation.replace(remedy.torch, f"{remedy.torch}{remedy.ranks}", 1)
     return explanation
 

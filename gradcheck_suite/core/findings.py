@@ -123,7 +123,12 @@ _ROWS = (
         "reset-before-first-step", "what other lines sent backward was reset before the first step"
     ),
     _note("reset-non-finite", "gradients were not finite, and were reset"),
-    _note("reset-shared-pass", "passes of another optimizer were reset"),
+    _finding(
+        "reset-shared-pass",
+        "a gradient was reset before a step, though another optimizer stepped on its pass",
+        "if this loss should train them, reset their gradients after their own step alone; if not,"
+        " `detach()` what they give to it",
+    ),
     _note("discarded-window", "a whole window was reset without a step"),
     _note("window-begun-anew", "a window was reset and begun anew"),
     _note("window-given-up", "a window was given up before its end"),
@@ -388,6 +393,7 @@ def finding(
         where: the place, or None.
         remedy: what to do, in place of that of the row; empty for nothing.
     """
+    # a finding that is a fault in `verify` has the same name there, so that one entry accepts both
     row = FINDINGS.get(name) or _of_fault(name)
     place = None if where is None else str(where)
     remedy = row.remedy if remedy is None else remedy

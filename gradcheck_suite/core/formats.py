@@ -61,6 +61,8 @@ class Notice:
         found = _AT.fullmatch(self.place)
         file, line = (found["file"], int(found["line"])) if found else (self.place, None)
         path = Path(file)
+        # CI systems compare with paths of the repository, which have forward slashes on Windows,
+        # too
         return (path.relative_to(folder) if path.is_relative_to(folder) else path).as_posix(), line
 
 
@@ -120,6 +122,8 @@ def annotation(notice: Notice, folder: Path) -> str:
 
 
 def _data(value: object) -> str:
+    # the escapes of GitHub's workflow commands, % first since the others contain it:
+    # https://github.com/actions/toolkit/blob/main/packages/core/src/command.ts
     return str(value).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
@@ -137,6 +141,8 @@ SCHEMA = (
 
 def sarif(notices: Sequence[Notice], folder: Path, version: str) -> dict[str, Any]:
     """Return notices as a SARIF log of one run, whose rules are the faults and what else was found."""
+    # every rule is listed whether it has fired or not, so that a system that keeps rules apart from
+    # results knows all of them; others are causes of a port
     others = dict.fromkeys(notice.rule for notice in notices)
     rules = list(dict.fromkeys([*FAULTS, *FINDINGS, *others]))
     driver = {
@@ -195,6 +201,7 @@ def _sarif_result(notice: Notice, index: int, folder: Path) -> dict[str, Any]:
     }
     if (location := notice.location(folder)) is not None:
         file, line = location
+        # an absolute path is no URI below the source root
         base = {} if file.startswith("/") else {"uriBaseId": "%SRCROOT%"}
         physical: dict[str, Any] = {"artifactLocation": {"uri": quote(file), **base}}
         physical |= {} if line is None else {"region": {"startLine": line}}
@@ -235,6 +242,7 @@ class Accepted:
         """Return the entry that `NAME`, `NAME@FILE` or `NAME@FILE:LINE` stands for."""
         name, _, place = text.partition("@")
         file, _, line = place.rpartition(":")
+        # a file may have a colon in its name, as a path of Windows has
         if file and line.isdigit():
             return cls(name, file, reason, int(line))
         return cls(name, place, reason)
@@ -261,4 +269,5 @@ def is_accepted(accepted: str, diagnosis: str, where: str | None, beside: str = 
     places = files.union(lines) - {""}
     if name != diagnosis:
         return False
+    # an entry may name a file by the end of its path, which is the same on every machine
     return not place or any(one == place or one.endswith(f"/{place}") for one in places)

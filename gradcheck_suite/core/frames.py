@@ -56,6 +56,7 @@ _FRAMEWORK = re.compile(
 @lru_cache(maxsize=4096)
 def owner_of(filename: str) -> Owner:
     """Return who wrote a source file, as a frame names it."""
+    # `torch.fx` compiles its graphs under the name `<eval_with_key>`
     if filename.startswith(("<frozen", "<eval_with_key>")) or filename == contextlib.__file__:
         return Owner.MACHINERY
     # code made by `exec` belongs to whoever called it, which no name tells

@@ -81,6 +81,7 @@ class OptionValues:
 
     def refusal(self, given: Any) -> UsageError:
         """Return the error for something that is none of them."""
+        # `--accept NAME@FILE`: the name alone may be misspelt
         name = given.partition("@")[0] if isinstance(given, str) else ""
         meant = suggestion(name, self.names) if name else ""
         return UsageError(
@@ -132,6 +133,7 @@ class _Entries(OptionValues):
         known = [field.name for field in fields(Accepted)]
         if not isinstance(value, dict):
             raise self.refusal(value)
+        # a key that nothing reads would be an entry that silently does less than it says
         for key in value.keys() - {*known}:
             raise one_of(known).refusal(key)
         for key in ("fault", "file", "reason"):
@@ -223,7 +225,10 @@ class Option:
             UsageError: it is none that the option takes; the message does not name the option.
         """
         if not self.repeatable:
+            # None is "not set", and is a value only where it is the default
             return value if value is None and self.default is None else self.values.checked(value)
+        # one name in place of a tuple is what a user means by `accept="wrong-scale"`; its letters
+        # are not
         several = [value] if isinstance(value, str) or not isinstance(value, Iterable) else value
         return tuple(dict.fromkeys(self.values.checked(one) for one in several))
 
@@ -258,6 +263,8 @@ class Options:
                 value = declared.checked(getattr(self, declared.name))
             except UsageError as error:
                 raise UsageError(f"{declared.name}: {error}") from None
+            # the class is frozen, and keeps checked values: a name in lower case, several as a
+            # tuple
             object.__setattr__(self, declared.name, value)
 
     def replace(self, **changes: Any) -> Self:
@@ -438,6 +445,7 @@ class VerifyOptions(Options):
         Raises:
             UsageError: no optimizer of torch has the name, and the loop is one of torch.
         """
+        # a loop of JAX may name any factory of optax, which is not imported here
         if self.optimizer is not None and not is_jax(loop):
             known = one_of(OPTIMIZER_NAMES)
             if not known.accepts(self.optimizer):
@@ -490,6 +498,7 @@ def _budget_share(budget: Any) -> float | None:
         return math.inf
     number = re.fullmatch(r"(\d+\.?\d*|\.\d+)%", budget) if isinstance(budget, str) else None
     share = float(number[1]) / 100 if number else 0.0
+    # 0% would judge nothing, and is more likely a mistake than a wish
     return share if 0 < share <= 1 else None
 
 
@@ -501,6 +510,7 @@ def _is_objective(value: Any) -> bool:
     if not isinstance(value, str):
         return False
     place, _, count = value.partition("=")
+    # whether the expression can be evaluated is only known at the line
     return bool(count) and place.rpartition(":")[2].isdigit()
 
 
@@ -624,6 +634,7 @@ class AuditOptions(Options):
 
         None where every window is judged.
         """
+        # who says how often to compute again has chosen what it may cost
         share = _budget_share(self.budget or (NO_BUDGET if self.every else DEFAULT_BUDGET))
         return None if share == math.inf else share
 
@@ -640,6 +651,7 @@ class AuditOptions(Options):
         """Return a finding or a reason as what it is to the user: accepted, or one that fails."""
         if self.accepts(one.name, one.where):
             return replace(one, reason=one.reason or "--accept", fails=False)
+        # reasons say that something was not judged: each is asked for by its name
         is_any = one.kind == "finding" and ALL_FINDINGS in self.fail_on
         return replace(one, fails=is_any or one.name in self.fail_on)
 

@@ -67,6 +67,7 @@ def write_text(path: Path, text: str) -> None:
             return
         path = path.resolve()
         path.parent.mkdir(parents=True, exist_ok=True)
+        # in the same folder, so that the rename stays within one file system and is atomic
         temporary = path.with_name(f".{path.name[:40]}-{secrets.token_hex(4)}.tmp")
         try:
             temporary.write_text(text, encoding="utf-8")
@@ -134,6 +135,7 @@ def expect_writable_folder(folder: Path, what: str) -> None:
         what: how the message calls it, such as `"--reports reports"`.
     """
     existing = folder
+    # the folders that are missing are made later: the first one that exists decides
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
     if not existing.is_dir():
@@ -194,6 +196,7 @@ def sources_digest(names: Iterable[str | Path], package: Path = PACKAGE) -> str:
         place = package / name
         paths = place.rglob("*.py") if place.is_dir() else [place]
         for path in paths:
+            # a set of statements: where they stand is no part of what they do
             found |= _statements(path.read_text())
     return hashlib.sha256("\n".join(sorted(found)).encode()).hexdigest()[:16]
 
@@ -212,6 +215,7 @@ def _statements(source: str) -> frozenset[str]:
         for block in ("body", "orelse", "finalbody"):
             if isinstance(statements := getattr(node, block, None), list):
                 kept = [statement for statement in statements if not _says_nothing(statement)]
+                # a block without statements cannot be unparsed
                 setattr(node, block, kept or ([ast.Pass()] if statements else []))
     # an import that has moved away leaves `if TYPE_CHECKING: pass`
     return frozenset(ast.unparse(node) for node in tree.body) - {
@@ -436,6 +440,7 @@ def this_command() -> str:
     of the machine.
     """
     program = Path(sys.argv[0]).name
+    # `python -m package` has the path of its `__main__.py` here
     if program == "__main__.py":
         program = f"python -m {Path(sys.argv[0]).parent.name}"
     return " ".join([program, *sys.argv[1:]])

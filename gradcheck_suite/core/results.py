@@ -71,6 +71,7 @@ def to_json(value: Any, command: Command) -> Any:
     """Return a result or a part of one as the JSON-ready data that a command writes."""
     if isinstance(value, float):
         return json_number(value)
+    # a case writes itself: it leaves out fields that have their default, so that digests stay
     if isinstance(value, Case):
         return value.to_json()
     if is_dataclass(value):
@@ -100,6 +101,7 @@ def from_json(kind: type[T], data: Mapping[str, Any]) -> T:
     """
     given: dict[str, Any] = {}
     for part in fields(kind):  # type: ignore[arg-type]
+        # what is missing has its default, so that a record of an earlier version can be read
         if (value := data.get(part.name)) is None:
             continue
         read = part.metadata.get("read")
@@ -107,6 +109,8 @@ def from_json(kind: type[T], data: Mapping[str, Any]) -> T:
             value = tuple(map(read, value)) if isinstance(value, list) else read(value)
         elif isinstance(value, list):
             value = tuple(value)
+        # annotations are texts under `from __future__ import annotations`; JSON has no number for
+        # NaN and infinities, and holds texts for them, which `float` reads
         elif str(part.type).startswith("float"):
             value = float(value)
         given[part.name] = value
@@ -294,6 +298,7 @@ class Violation:
         # that of an audit's fault of steps is the first one already
         if self.command == "verify" and self.kind in ("step-count", "parameters"):
             known.reverse()
+        # a place in a library is followed by the user's line that calls it
         return known[0].rpartition(" < ")[2] if known else None
 
     @property
@@ -304,6 +309,7 @@ class Violation:
     @property
     def notice(self) -> Notice:
         """The violation as CI systems show it."""
+        # CI must not fail on a fault that the project accepts
         level: Literal["error", "note"] = "error" if self.reason is None else "note"
         return Notice(
             level,
@@ -382,8 +388,10 @@ class Violation:
         """The lines that compute the loss, send it backward and step, with what happened at each."""
         own = (self.line or "").rpartition(":")[0]
         rows = [_source_row(place, own, said) for place, said in self._notes_on_places().items()]
+        # numbers alone are lines of one file, which a reader expects in the file's order
         if all(row.label.isdigit() for row in rows):
             rows.sort(key=lambda row: int(row.label))
+        # the lines keep their indentation as seen from the leftmost one
         indents = (len(row.text) - len(row.text.lstrip()) for row in rows if row.text)
         indent = min(indents, default=0)
         rows = [replace(row, text=_cut_line(row.text[indent:])) for row in rows]
@@ -457,6 +465,7 @@ def _cut_line(line: str) -> str:
 
 def violation_from_json(data: Mapping[str, Any]) -> Violation:
     """Return a violation from its JSON."""
+    # only `verify` draws cases
     return from_json(Violation, {**data, "command": "verify" if data.get("case") else "audit"})
 
 
@@ -690,6 +699,7 @@ class Result:
     @property
     def notices(self) -> list[Notice]:
         """What the result says, as CI systems show it."""
+        # accepted faults are shown, as notes: a reader sees what is lived with
         faults = [
             replace(fault.notice, accepted=fault.reason or "--accept", level="note")
             for fault in self.accepted
@@ -729,6 +739,8 @@ class Result:
         violations = list[Violation]()
         for fault in (*self.accepted, *self.violations):
             fits = fault.accepted_by(entries)
+            # a fault that `--accept` has taken already stays accepted, whether an entry takes it
+            # too
             is_kept = fault in self.violations and not fits
             (violations if is_kept else accepted).append(
                 replace(fault, reason=fits[0].reason if fits else None)
@@ -803,6 +815,7 @@ class Result:
 
 def result_from_json(data: Mapping[str, Any]) -> Result:
     """Return a result from its JSON, or from a record of kind `verify`, `audit` or `trainer`."""
+    # `verify` writes its one violation alone, `audit` a list of them
     first = data.get("violation")
     command = "verify" if "cases" in data else "audit"
     violations = data.get("violations") or ([first] if first else [])
@@ -848,7 +861,9 @@ def notices_of(results: Sequence[Result], stale: Sequence[str] = ()) -> list[Not
         )
         for line in stale
     ]
+    # each result's notices go before those of the results after it, since they are put in front
     for result in reversed(results):
+        # an audited script is named by its file, a loop as `FILE.py:NAME`
         file = result.loop if result.loop.endswith(".py") else result.loop.rpartition(":")[0]
         anywhere = file if file.endswith(".py") else None
         named = (
@@ -895,12 +910,14 @@ def _used_entries(entries: Sequence[Accepted], results: Iterable[Result]) -> set
 
 def _has_judged(result: Result, entry: Accepted) -> bool:
     """Whether a result would have what an entry accepts, if that were still there."""
+    # a run that did not get to the end has not shown that anything is gone
     if result.unjudged or result.interrupted or result.raised:
         return False
     # what `verify` cannot find is not gone where `verify` has judged the file, and vice versa
     if result.command not in _commands_of(entry.fault):
         return False
     spans = [span for file, span in result.files if file == entry.file]
+    # an entry for a line is only stale where the lines that were judged include it
     return any(entry.line is None or span is None or entry.line in span for span in spans)
 
 
@@ -1018,6 +1035,7 @@ def _verdict_line(result: Result, width: int) -> str:
         over = f" over {result.ranks} ranks" if result.ranks > 1 else ""
         accepted = f", {counted(len(result.accepted), 'fault')} accepted" if result.accepted else ""
         judged = f"{counted(result.windows, 'step')} judged of {result.steps}"
+        # with a budget, most windows are only counted, and the number that was judged comes first
         for budget in result.windows_skipped:
             judged = f"judged {result.windows:,} of {result.steps:,} windows ({budget})"
         judged += f"{over}{accepted}"
@@ -1108,6 +1126,8 @@ def _how_found(result: Result, violation: Violation) -> str:
     after = violation.found_after
     if spec is None:
         first = "the case that is tried first, two whole windows"
+    # the weight probe is a `readout`; what has other layers and was found before any case is the
+    # linear model
     elif after is None and spec.layer_kinds != ["readout"]:
         first = "a linear model"
     runs = f"; the loop was run {counted(result.runs, 'time')}"
@@ -1136,6 +1156,7 @@ def result_html(result: Result) -> str:
     words, folded.
     """
     lines = result.lines
+    # `differs` is the verdict on a port
     tone = {"holds": "good", "violated": "bad", "differs": "bad"}.get(result.verdict, "warn")
     style = f"background:{_GROUND[tone]};color:#fff;padding:.1em .5em;border-radius:.3em"
     parts = [f'<p><b style="{style}">{result.verdict}</b> <code>{html.escape(lines[0])}</code></p>']
@@ -1162,6 +1183,7 @@ def _bar_html(weight: float, top: float, style: str) -> str:
 def _weights_html(weights: Sequence[Weight]) -> str:
     if not weights:
         return ""
+    # with weights of 0 alone, every bar has no length, and nothing is divided by 0
     top = _largest_weight(weights) or 1.0
     titles, *rows = _weight_cells(weights)
     head = "".join(f'<th style="{_CELL}">{title}</th>' for title in [*titles, BARS])

@@ -112,6 +112,8 @@ class LoopSyntax:
         helpers.
         """
         for part in self._parts:
+            # a loop that calls `backward` itself is read by that; its helpers may do so for another
+            # reason
             if found := [call for call in _calls_in(part) if _last_name(call.func) in names]:
                 return found
         return []
@@ -123,6 +125,7 @@ class LoopSyntax:
         """Return the names whose values are in an expression, without the arguments of losses."""
         inside = set[int]()
         for call in self._losses_in(expression):
+            # what a loss is computed of is no part of the way from the loss to backward
             for argument in (call.func, *call.args, *call.keywords):
                 inside.update(map(id, ast.walk(argument)))
         return [
@@ -142,6 +145,7 @@ class LoopSyntax:
                 continue
             while names:
                 name = names.pop(0)
+                # `loss = loss / n` names itself
                 if name in seen:
                     continue
                 seen.add(name)
@@ -164,6 +168,7 @@ class LoopSyntax:
         steps = self._each_call("step")
         backward = {line: "backward" for line, _ in self.sent()}
         found = {**{call.lineno: "step" for call in steps}, **backward}
+        # neither `backward` nor `step`: a loop of JAX has gradients as values
         if not found:
             return self._marks_of_jax()
         for assigned in self._chain():
@@ -172,6 +177,7 @@ class LoopSyntax:
         return found
 
     def _marks_of_jax(self) -> dict[int, str]:
+        # `optimizer.update(gradients, state)`; `dict.update` has one argument
         updates = [call for call in self._each_call("update") if len(call.args) > 1]
         found = {call.lineno: "step" for call in updates}
         for call in self._each_call(*GRADIENTS_OF_JAX):
@@ -205,6 +211,7 @@ class LoopSyntax:
 def _assignments(part: Definition) -> Iterator[tuple[str, Assigned]]:
     for node in ast.walk(part):
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr):
+            # `a = b = value` has several targets
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             value = node.value
             if value is None:  # `x: int` declares and assigns nothing
@@ -229,6 +236,7 @@ def _syntax(loop: Any) -> LoopSyntax | None:
         file = inspect.getsourcefile(function) or ""
         lines, _ = inspect.findsource(function)
         first = function.__code__.co_firstlineno
+        # the whole file: the helpers that a loop calls stand beside it
         tree = ast.parse("".join(lines))
     except (OSError, TypeError, SyntaxError, AttributeError):
         return None

@@ -100,6 +100,7 @@ def cut_text(plan: Plan) -> str:
 
 def suggestion(name: str, names: Iterable[str]) -> str:
     """Return ` (did you mean 'verify'?)` where a name is close to one that exists, else nothing."""
+    # names of a module include Python's own, which nobody means
     close = get_close_matches(name, [n for n in names if not n.startswith("__")], n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
@@ -108,6 +109,7 @@ def file_text(filename: str) -> str:
     """Return a source file as its user names it: a cell of a notebook as IPython does, `Cell
     In[3]`.
     """
+    # asked of a module that is loaded already: outside of a notebook IPython is not imported for it
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     cell = shell and shell.compile.format_code_name(filename)
     return " ".join(cell) if cell else filename
@@ -129,6 +131,7 @@ def of_bound(ratio: float) -> str:
 
     Two digits where they do not say 100.
     """
+    # an error just above its bound must not be printed as 100%
     return f"{100 * ratio:.{2 if ratio < 0.995 else 4}g}% of the rounding bound"
 
 
@@ -185,6 +188,7 @@ def say(lines: Iterable[str], file: TextIO | None = None) -> None:
 
     `NO_COLOR` and `FORCE_COLOR` overrule, as rich reads them.
     """
+    # imported where something is printed: most of what imports this module prints nothing
     from rich.console import Console
     from rich.highlighter import RegexHighlighter
     from rich.theme import Theme

@@ -40,6 +40,7 @@ def part_of(comparison: Comparison, name: str) -> tuple[Array, Array, Array, npt
     )
     with np.errstate(invalid="ignore"):  # of two infinities
         near = np.abs(observed - expected) <= allowed
+    # equal infinities are right, and their difference is NaN, which is near to nothing
     return expected, observed, allowed, ~((observed == expected) | near)
 
 
@@ -54,12 +55,14 @@ def projected(
     for name in wrong:
         expected, observed, allowed, _ = part_of(comparison, name)
         values = None if parameters is None else comparison.layout.part(parameters, name)
+        # a mean adds up the rounding of all elements, and the subtraction rounds once more
         if what := projection(expected, observed, 8 * float(allowed.max()), values):
             found[name] = f"{what} has been subtracted from it, and nothing else is wrong"
         elif what := _averaged(expected, observed, 8 * float(allowed.max())):
             found[name] = f"each of its elements is {what} of the right gradient"
         elif within(observed, 0, allowed):
             zero.append(name)
+    # a zero gradient alone is no projection: some other parameter must show which part is missing
     if not found or len(found) + len(zero) < len(wrong):
         return {}
     # a single element is its own mean
@@ -73,10 +76,12 @@ def projection(
     """Return which part of a gradient has been subtracted from it: a mean, or what lies along the
     parameter.
     """
+    # one element less its own mean is 0, which any reset gives as well
     if expected.size < 2 or np.abs(observed - expected).max() <= allowed:
         return None
 
     def lacks(part: Array) -> bool:
+        # a part that rounding may hide is subtracted from anything
         return within(observed + part, expected, allowed) and beyond(part, 0, allowed)
 
     for mean, of in _means(expected):
@@ -113,6 +118,7 @@ def _means(expected: Array) -> Iterator[tuple[Array, str]]:
     if len(every) > 1:
         groups += [(every[1:], "row"), ((0,), "column")]
     for over, of in groups:
+        # the mean over one element is the element
         if math.prod(expected.shape[axis] for axis in over) > 1:
             mean = expected.mean(axis=over, keepdims=True)
             yield np.broadcast_to(mean, expected.shape), of
@@ -129,11 +135,13 @@ def shift_of(expected: Vector, observed: Vector, allowed: float) -> int | None:
     """
     if np.abs(observed - expected).max(initial=0.0) <= allowed:
         return None
+    # at least three elements must be left to compare
     for size in range(1, min(MOST_SHIFTED, len(expected) - 3) + 1):
         for shift, due, seen in (
             (size, expected[:-size], observed[size:]),
             (-size, expected[size:], observed[:-size]),
         ):
+            # of equal elements, each shift looks right
             several = len(np.unique(due)) > 1
             if (
                 several
@@ -171,6 +179,7 @@ def mixed(comparison: Comparison, wrong: Sequence[str]) -> Diagnosis | None:
     expected, observed, allowed, _ = (
         np.concatenate([parts[name][i] for name in wrong]) for i in range(4)
     )
+    # the largest bound for all: an element may have come from a parameter whose bound is larger
     if within(np.sort(observed), np.sort(expected), allowed.max()):
         return Diagnosis(
             "misplaced-gradient",
@@ -198,6 +207,7 @@ def levels_of(expected: Array, observed: Array) -> int | None:
     for levels in tried:
         steps = observed / largest * levels
         if (np.abs(steps - np.round(steps)) < 1e-9 * levels).all():
+            # quantised, and near to the right gradient: what is far off has another fault as well
             return levels if within(observed, expected, largest / levels) else None
     return None
 
@@ -214,6 +224,7 @@ def format_of(expected: Array, observed: Array) -> str | None:
     """
     for form, digits in FORMATS.items():
         mantissa, _ = np.frexp(observed)
+        # a float64 holds every number of a narrower format exactly: the check is one of equality
         scaled = mantissa * 2.0**digits
         if (scaled == np.round(scaled)).all() and relative_error(
             expected, observed
@@ -272,6 +283,7 @@ def diagnose_elements(
     wrong, _ = wrong_and_right(comparison)
     if not wrong:
         return mixed(comparison, wrong)
+    # before single parameters: after a shift, each of them has a fault of its own
     if one := shifted(comparison):
         return one
     faults: dict[str, dict[str, Diagnosis]] = {}
@@ -284,6 +296,7 @@ def diagnose_elements(
             text = "what the gradient holds are micro-batches whose own gradient is 0"
             found["dropped-micro-batch"] = Diagnosis("dropped-micro-batch", text)
         faults[name] = found
+    # one loop has one fault: what does not fit every wrong parameter is a coincidence
     common = [fault for fault in faults[wrong[0]] if all(fault in of for of in faults.values())]
     if not common:
         return mixed(comparison, wrong)
@@ -330,16 +343,21 @@ def _faults(comparison: Comparison, name: str, weights: Diagnosis | None) -> Ite
     expected, observed, allowed, off = part_of(comparison, name)
     seen = np.abs(observed) > allowed
     there = np.abs(expected) > allowed
+    # a zero gradient is a projection, a permutation and a multiple of anything: it is asked about
+    # first
     if not seen.any():
         why = "it was reset before the step, never computed, or set to 0 because of its values"
         nothing = Diagnosis("no-gradient", f"the gradient of {name} is 0: {why}")
         yield nothing if weights is None or weights.name == "no-gradient" else weights
         return
+    # two parameters of one input have proportional gradients: the other one's is the closer reading
+    # of a factor
     other = _other_parameter(comparison, name)
     if weights is not None and not (other and weights.name == "wrong-scale"):
         yield weights
     elif not other and (scale := _common_factor(expected, observed, allowed)) is not None:
         yield scale
+    # one element has one order
     how = _permutation(expected, observed, allowed) if np.count_nonzero(there) > 1 else None
     if how is not None:
         yield Diagnosis(
@@ -350,6 +368,7 @@ def _faults(comparison: Comparison, name: str, weights: Diagnosis | None) -> Ite
         yield Diagnosis("misplaced-gradient", f"{name} has the gradient of {other}")
     if weights is not None:
         return
+    # a partial fault leaves some element of the parameter right
     is_placed = how is None and not other and bool((there & ~off).any())
     if levels := levels_of(expected, observed):
         text = (
@@ -387,6 +406,7 @@ PLAIN_FACTORS = (-1.0, 2.0, 3.0, 4.0, 1 / 2, 1 / 3, 1 / 4)
 
 
 def _common_factor(expected: Array, observed: Array, allowed: Array) -> Diagnosis | None:
+    # the factor is read where rounding blurs it least: at the largest element for its bound
     pivot = np.unravel_index(
         np.argmax(np.abs(expected) / np.maximum(allowed, 1e-300)), expected.shape
     )
@@ -400,6 +420,8 @@ def _common_factor(expected: Array, observed: Array, allowed: Array) -> Diagnosi
     meaning, cause = constant_meaning(
         round(factor) if abs(factor - round(factor)) < 1e-9 else factor
     )
+    # one number has a factor to any other: only a whole one, or one with a meaning, is no
+    # coincidence
     single = np.count_nonzero(np.abs(expected) > allowed) < 2
     if single and not meaning and abs(factor - round(factor)) > 1e-9:
         return None
@@ -411,6 +433,7 @@ def _common_factor(expected: Array, observed: Array, allowed: Array) -> Diagnosi
 
 def _permutation(expected: Array, observed: Array, allowed: Array) -> str | None:
     tolerance = allowed.max()
+    # equal elements may stand in any order
     if np.ptp(expected) <= 2 * tolerance:
         return None
     if beyond(np.sort(observed, axis=None), np.sort(expected, axis=None), tolerance):
@@ -443,11 +466,14 @@ def _partial_text(
     name: str, expected: Array, observed: Array, allowed: Array, off: npt.NDArray[np.bool_]
 ) -> str:
     where = f"at {[tuple(map(int, index)) for index in np.argwhere(off)[:3]]}"
+    # the last axis that explains all wrong elements is named, which the loop over reversed axes
+    # leaves in `where`
     for axis in reversed(range(off.ndim if off.ndim > 1 else 0)):
         wrong, there = (
             np.moveaxis(mask, axis, 0).reshape(off.shape[axis], -1) for mask in (off, expected != 0)
         )
         rows = np.asarray(wrong.any(axis=1))
+        # an element whose right gradient is 0 is never wrong, and does not break up a row
         if bool((wrong | ~there)[rows].all()):
             what = ("rows", "columns", f"places along dimension {axis}")[min(axis, 2)]
             where = f"in {what} {first_of(np.flatnonzero(rows).tolist())}"
@@ -520,6 +546,7 @@ def combined_elements(window: WindowReference, comparison: Comparison) -> Diagno
     instance = window.reference.instance
     count = len(window.members)
     if (
+        # one micro-batch is its own maximum, median and sum
         count < 2
         or window.moved
         or instance.case.dtype != "float64"
@@ -540,6 +567,7 @@ def combined_elements(window: WindowReference, comparison: Comparison) -> Diagno
         # none is: of these, the weights tell
         if within(found, total, allowed) or within(found * count, total, allowed):
             continue
+        # a loop may scale the combination as it would have scaled the sum
         for factor, times in (
             (1.0, ""),
             (count, f", times their number, {count}"),
@@ -585,6 +613,7 @@ def wrong_reduction(
 
     if any(map(is_seen, own)):
         return None
+    # an all-reduce leaves the same on every rank, whatever its operation
     operations = OPERATIONS if alike else ()
     for name, what, combined in operations:
         if is_seen(combined(own)):
@@ -649,9 +678,11 @@ def with_second_names(
 
 def untied(model: torch.nn.Module) -> torch.nn.Module:
     """Return a copy of a model in which every name has a parameter of its own."""
+    # the deep copy keeps ties, since it copies each object once: they are undone below
     model = copy.deepcopy(model)
     seen: set[int] = set()
     for name, module in [*model.named_modules(remove_duplicate=False)]:
+        # a whole module under two names, then single parameters of different modules
         if id(module) in seen:
             above, _, last = name.rpartition(".")
             setattr(model.get_submodule(above), last, copy.deepcopy(module))
@@ -683,6 +714,8 @@ def _lost_use(
         _, observed, allowed, _ = part_of(comparison, own[0])
         found = [_found_in(rows, name) for name in own]
         uses = [np.sum(parts, axis=0) / window.divisor for parts in found if parts]
+        # of three uses, any one or two may be missing: the sum does not tell which without trying
+        # all
         if len(uses) != 2:
             continue
         kept = [i for i, use in enumerate(uses) if within(use, observed, 8 * allowed)]

@@ -240,6 +240,7 @@ def _rewritten(parameters: Parameters, losses: Backwards) -> list[str]:
     """Return the parameters whose gradient changes in a backward that accumulates nothing."""
     for p in parameters.values():
         p.grad = None
+    # the first backward gives its tensor to `.grad`; whoever writes into it later has kept it
     _backward(losses[0])
     watched = {
         name: p.grad
@@ -276,6 +277,7 @@ def _shared(parameters: Parameters, loss: Callable[[], torch.Tensor]) -> list[tu
 
 def _extent(gradient: torch.Tensor) -> tuple[int, int]:
     """Return the first byte's address and the one after the last byte's."""
+    # strides may leave gaps: the extent reaches from the first byte to the last one, gaps included
     last = sum(
         (size - 1) * stride for size, stride in zip(gradient.shape, gradient.stride(), strict=True)
     )
@@ -317,6 +319,7 @@ def diagnose_case(
             alike=alike,
         )
 
+    # all parameters together first: more elements determine more weights
     if whole := diagnosed(slice(0, len(comparison.observed))):
         return whole
     elements = {name: comparison.layout.elements(name) for name in wrong_and_right(comparison)[0]}
@@ -376,6 +379,7 @@ def of_one_sign(
     pivot = int(np.argmax(np.abs(total)))
     if not total[pivot] or not np.isfinite(total).all():
         return None
+    # the window's divisor, read where the sum is largest
     scale = right[pivot] / total[pivot]
     observed = comparison.observed[elements]
     allowed = comparison.allowed[elements]
@@ -401,6 +405,8 @@ def stolen_buffer(instance: Instance) -> Diagnosis | None:
         found = find_stolen_buffers(
             instance.model(), instance.problem.loss, (2 * batches)[: max(2, len(batches))]
         )
+    # a loss that fails twice in a row on one batch, as one that frees its own graph, is judged by
+    # other means
     except RuntimeError:
         return None
     return found[0].diagnosis if found else None
@@ -460,8 +466,11 @@ def _diagnosed(
         owners=plan.owners if plan.ranks else (),
         alike=alike,
     )
+    # fewer unknowns first: the epoch's other micro-batches may be combinations of the window's own
     for members in (inside, everything):
         fit = fit_weights(observed, gradients[members], allowed)
+        # a fit with a residual is a fault that is not of weights; one that is not unique is any
+        # weights
         if not (fit.exact and fit.determined):
             continue
         values = np.zeros(len(everything))
@@ -470,14 +479,19 @@ def _diagnosed(
         errors[members] = _errors(gradients[members], observed, allowed)
         weights = replace(
             template,
+            # a weight that rounding does not tell from 0 is a missing micro-batch
             observed=np.where(np.abs(values) <= errors, 0.0, values),
             tolerance=max(_ROUNDING, float(errors.max() / right)),
         )
+        # the sum is right up to rounding, and what is wrong is in elements that are no sum of the
+        # micro-batches'
         if weights.is_right:
             return None
         diagnosis = diagnose(weights, _steps_before(weights))
         read = [j for j in members if j not in template.unread]
         wrong = np.abs(observed - right * gradients[inside].sum(axis=0)) > allowed
+        # how many unknowns the wrong elements alone decide: more wrong elements than that are a
+        # check of the fit
         told_by_wrong = _rank(gradients[members]) - _rank(gradients[members][:, ~wrong])
         spare = _has_more_elements(gradients[members][:, wrong], told_by_wrong)
         # two of the window's weights that fit one pattern are no coincidence; one number may be
@@ -507,6 +521,7 @@ def _has_more_elements(gradients: Rows, count: int) -> bool:
     for _ in range(count + 1):
         if not rest.size:
             return False
+        # take one direction out with all its multiples, and see whether any other is left
         rest = rest[:, np.abs(rest[:, 0] @ rest) < 1 - _ROUNDING]
     return True
 
@@ -528,6 +543,7 @@ def _by_trial(
     if not found or not len(observed):
         return None
     together = any_of(found.values())
+    # one element fits many faults: a list of all of them helps nobody
     return together if len(together.names) <= MOST_NAMES else None
 
 
@@ -544,6 +560,7 @@ def _weights_give(
 
 def _errors(gradients: Rows, observed: Vector, allowed: Vector) -> Vector:
     """Return (B,): how far rounding may take each fitted weight."""
+    # weights = pseudoinverse times gradient, and so are their errors
     inverse = np.abs(np.linalg.pinv(gradients.T))
     eps = float(np.finfo(np.float64).eps)
     errors: Vector = 4 * inverse @ (allowed + eps * np.abs(observed))

@@ -159,12 +159,16 @@ def explain_weights(run: ProbeRun, step: int, runner: LoopRunner) -> Diagnosis:
         runner: runs the loop again.
     """
     read = StepReading(run, step)
+    # before anything else, and without a run: no weights of micro-batches subtract a mean
     projected = _lost_part(read.probe, read.items, read.window)
+    # zeros are what is left of equal weights without their mean, and a missing gradient, too
     if projected and (read.items.any() or read.weights is None):
         return projected
     separation = _separated(runner, read)
     if found := _without_a_small_loss(read, separation, projected, runner):
         return found
+    # 2**-20 is a power of two: a loop that is linear gives each bit of the gradient again, and one
+    # that clips, decays or adds noise does not
     recorded, outcome = run_recorded(runner, read.probe.instance(scale=SMALL_SCALE))
     if outcome is None or step >= len(outcome.observations):
         return separation.found or not_linear(
@@ -237,6 +241,7 @@ def _of_factors(read: StepReading, separation: Separation, runner: LoopRunner) -
         found = _means_of_parts(read.run, runner)
         found = found or _shifted_items(read.probe, read.items, read.window)
         return found or Diagnosis("unequal-items", read.run.unequal_text(read.step))
+    # all steps of both runs together refute what one of them shows by chance
     both = diagnose(read.weights, [*read.others, *separation.elsewhere])
     if names_nothing(both) and not separation.elsewhere:
         alone = diagnose(read.weights) if names_nothing(named) else named
@@ -263,6 +268,7 @@ def _means_of_parts(run: ProbeRun, runner: LoopRunner) -> Diagnosis | None:
     parts = _numbers_of_parts(run)
     if parts:
         separating = separating_probe(run.probe, runner.assumes).observed(runner)
+        # a second plan, since some number of parts fits one plan by chance
         parts = parts & _numbers_of_parts(separating) if separating else set()
     if not parts:
         return None
@@ -285,7 +291,10 @@ def _numbers_of_parts(run: ProbeRun) -> set[int]:
             values, times = np.unique(np.round(number * items[right != 0], 6), return_counts=True)
             if items[right == 0].any() or (values <= 0).any():
                 break
+            # an item of a part of m weighs 1 / (D * m): m items have that weight, or a multiple of
+            # m where parts are alike
             sizes = np.maximum(np.round(1 / values), 1)
+            # a window whose parts are all equal is right, and shows no number of them
             equal = (
                 len(values) == 1
                 and np.isclose(items[right != 0], right[right != 0], rtol=CLOSE).all()
@@ -310,6 +319,7 @@ def _by_loss(
     """
     of_ranks = recorded.members(step)
     sent = recorded.sent(step)
+    # calls and micro-batches are matched by their order, which needs as many of one as of the other
     if [*map(len, sent)] != [*map(len, of_ranks)]:
         return None
     members = list(chain.from_iterable(of_ranks))
@@ -389,6 +399,8 @@ def _separated(runner: LoopRunner, read: StepReading) -> Separation:
     if not first.is_known and runner.runs_left <= 1:
         return first
     separating = separating_probe(read.probe, runner.assumes)
+    # with a small loss, one run tells both: what separates known faults, and what the gradient's
+    # size does
     second = separating.observed(runner, scale=SMALL_SCALE)
     if second is None or not np.isfinite(second.steps).all():
         return first
@@ -416,6 +428,7 @@ def _steps_of_whole_windows(run: ProbeRun) -> list[Weights]:
     found: list[Weights] = []
     for step in range(min(len(run.steps), len(run.probe.plan.windows))):
         weights = run.weights(step)
+        # the first step that holds anything else is where the count of steps goes wrong
         if weights is None or tuple(np.flatnonzero(weights.observed)) != weights.window:
             break
         found.append(weights)
@@ -428,6 +441,7 @@ def _by_steps(run: ProbeRun) -> Diagnosis | None:
     """
     plan = run.probe.plan
     found = named([held_steps(plan, run.steps)], plan)
+    # a loop that steps under one plan and never under another has a reason that no step shows
     if found is None or found.name == "never-stepped":
         return None
     sentence = (
@@ -455,6 +469,7 @@ def explain_probe(e: Evidence, steps: Sequence[Vector]) -> Diagnosis:
     seen = steps[step]
     if case.spec is not None and "slopes" not in case.spec.loss.o:
         return _diagnosis_of_weights(case, steps, step, runner)
+    # the same plan with all slopes 1: what is wrong there is wrong at any size
     plain = probe_of(case, case.dtype).observed(runner)
     expected = expected_gradients(case) * case.plan.epochs
     if plain is not None and step < len(plain.steps):
@@ -513,6 +528,8 @@ def _diagnosis_of_weights(
             return not_linear(
                 f"the weights are wrong in {case.dtype}, and the loop raises in float64"
             )
+        # right in float64: the fault is one of precision, or of a scaler that skips steps in
+        # float16
         if step >= len(finer.steps) or np.allclose(finer.steps[step], right, rtol=1e-9):
             return Diagnosis(
                 "low-precision",
@@ -549,6 +566,7 @@ def _size_fault(e: Evidence, expected: Sequence[Vector], seen: Vector) -> Diagno
         poisoned = [items for items in members if not finite[list(items)].all()]
         beside = [item for item in chain(*poisoned) if finite[item]]
         return diagnose_non_finite(right, seen, beside)
+    # 0 times NaN is NaN: a reset by scaling does not clear it
     poison = [earlier for earlier in range(step) if not np.isfinite(expected[earlier]).all()]
     if poison and not np.isfinite(seen).all():
         return poisoned_by(poison[-1] % len(plan.windows))
@@ -598,6 +616,7 @@ def explain_on_case(e: Evidence) -> Diagnosis | None:
         window=window,
         known_calls=(recorded, seen),
     )
+    # right in float64, and where parameters stay: what the case shows is precision, or what moved
     if there.comparison.ratio <= 1:
         if not e.window.moved or e.instance.case.dtype != "float64":
             return None
@@ -690,6 +709,7 @@ def explain_gradient(e: Evidence) -> Diagnosis:
     comparison = e.comparison
     window = e.window
     numbers = (_worst_element(comparison),)
+    # what the gradient shows by itself comes first: a run may take minutes
     for without_a_run in (_poisoned, _of_whole_window, _diagnosis_of_ranks):
         if found := without_a_run(e):
             return replace(found, details=numbers)
@@ -698,6 +718,8 @@ def explain_gradient(e: Evidence) -> Diagnosis:
         return replace(SKIPPED, details=numbers)
     diagnosis = on_probe or not_linear(f"{RIGHT_ON_PROBE}: it is {e.place}")
     if diagnosis.name in UNNAMED:
+        # a stolen buffer changes gradients by the reset mode, and looks like wrong weights of
+        # single parameters
         on_case = stolen_buffer(e.instance) or explain_on_case(e)
         # weights that no fault gives under two plans fit one on a small case by chance
         by_chance = (
@@ -858,9 +880,11 @@ def _on_probe(e: Evidence, probe: WeightProbe, *, or_another: bool = False) -> D
             "on the weight probe, whose item gradients are all 1, the loop's gradient is NaN or"
             " infinite"
         )
+    # relative to each weight: a small one is as wrong as a large one
     if np.allclose(items, right, rtol=probe.tolerance, atol=0):
         return None
     read = run.weights(step)
+    # weights of the probe stand for the fault only where they give the case's own gradient
     weights = None if read is None else _of_summed_losses(probe, read.observed, e.instance)
     if weights is None or is_explained(window, comparison, weights):
         return explain_weights(run, step, runner)
@@ -877,6 +901,7 @@ def _on_probe(e: Evidence, probe: WeightProbe, *, or_another: bool = False) -> D
         return here
     found = explain_weights(run, step, runner)
     wrong, others = wrong_and_right(comparison)
+    # the same weights, in some parameters alone: they are frozen, clipped or reset by group
     if others and is_explained(window, comparison, weights, only=wrong):
         return replace(found, sentence=f"{where_wrong(comparison)}{found.sentence}")
     if not is_of_weights(found.name):

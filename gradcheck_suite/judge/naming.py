@@ -42,6 +42,8 @@ MOST_DECIMALS = 6
 MOST_TIMES = 64
 """How often a micro-batch may be there to be called repeated."""
 LEAST_LOSS_SCALE = 2**7  # torch.amp.GradScaler begins with 2**16
+MOST_MEANINGS = 3
+"""Meanings of one factor that are named: a reader of more has learnt nothing."""
 EXACT = 1e-9
 """Relative error of numbers that are solved for."""
 
@@ -77,6 +79,7 @@ def _ranks(w: Weights) -> Array:
     return np.array([w.owners[j] if w.owners else 0 for j in w.inside])
 
 
+# a factor of 0 is a missing gradient, which other predicates name
 def _is_one_factor(w: Weights, values: Array) -> bool:
     """Whether numbers of the micro-batches inside are all the same and not 0."""
     return _is_of_own_window(w) and bool(np.all(values != 0)) and w.close(values, values.mean())
@@ -109,6 +112,8 @@ def _share(w: Weights) -> str:
 
 def _plausible_means(w: Weights) -> bool:
     """Whether the means of micro-batches have one weight that they may well have."""
+    # 1 for sums of means, the rest for means of means: another number is a scale, not a forgotten
+    # count
     plausible = {
         1,
         len(w.window),
@@ -116,6 +121,7 @@ def _plausible_means(w: Weights) -> bool:
         w.accumulation_steps * w.world_size,
         len(w.inside),
     }
+    # a sum has no count to forget: whatever the means weigh, they are means where sums are due
     return _is_one_factor(w, w.per_mean) and (
         w.reduction == "sum" or any(w.close(w.per_mean, 1 / n) for n in plausible)
     )
@@ -127,6 +133,7 @@ def _grouped(w: Weights) -> tuple[str, int, bool] | None:
     """
     if not _is_of_own_window(w) or w.reduction == "sum":
         return None
+    # micro-batches are dealt to groups in turn, by their place in the window
     at = np.array(places(w, lambda ratio: True))
     ways = [("ranks", _ranks(w))] if w.owners else []
     # of one window alone, some groups may fit by chance
@@ -137,6 +144,7 @@ def _grouped(w: Weights) -> tuple[str, int, bool] | None:
         counts = np.array([_counts_inside(w)[group == g].sum() for g in group])
         weights = w.observed[w.inside] * counts
         number = len(set(group))
+        # an average over the groups, an average over all ranks, or a sum of the groups' means
         for share in (number, w.world_size, 1):
             if w.close(weights, 1 / share):
                 return what, number, share == 1
@@ -149,6 +157,8 @@ def _unequal_groups(w: Weights) -> bool:
         return False
     group = _ranks(w) if found[0] == "ranks" else np.array(places(w, lambda ratio: True)) % found[1]
     unequal = len({float(_counts_inside(w)[group == g].sum()) for g in set(group)}) > 1
+    # groups of equal counts weigh what they should, unless their means are added up and not
+    # averaged
     return unequal or (found[0] == "groups" and found[2] and found[1] < len(w.inside))
 
 
@@ -195,6 +205,7 @@ def _other_counts(w: Weights) -> Iterator[tuple[str, Array, float | None]]:
     own = _counts_inside(w)
     count = w.window_count
     beside = dict(w.beside)
+    # a loop may count rows in place of targets, which is the commonest wrong count
     if w.items:
         beside["their numbers of items, as if every item of theirs counted alike"] = w.items
     for what, numbers in beside.items():
@@ -215,6 +226,7 @@ def _other_counts(w: Weights) -> Iterator[tuple[str, Array, float | None]]:
     if len(w.window) == len(own):
         yield "the count of the micro-batch before it", np.array([np.nan, *own[:-1]]), count
         yield "the count of the micro-batch after it", np.array([*own[1:], np.nan]), count
+    # powers are last: two micro-batches fit several of them
     for power, what in (
         (2.0, "the square of their counts"),
         (-1.0, "one over their counts"),
@@ -230,6 +242,7 @@ def _weighted_by(w: Weights) -> list[str]:
     found = []
     for what, numbers, over in _other_counts(w):
         known = np.isfinite(numbers)
+        # one number alone is proportional to anything
         if not numbers[known].all() or known.sum() < min(2, len(w.inside)):
             continue
         share = w.per_mean[known] / numbers[known]
@@ -251,6 +264,7 @@ def _weighting_tells(w: Weights) -> bool:
     """Whether counts differ, and in three ways where each micro-batch may be there a number of
     times as well.
     """
+    # of two different counts, one may be a whole multiple of the other by chance
     different = len({*_counts_inside(w)})
     return different > 2 or (different > 1 and not _times(w))
 
@@ -266,6 +280,7 @@ def rounded_to(w: Weights) -> str | None:
     # a loop rounds the weight of each loss, or that of each mean
     readings = (w.observed[w.inside][wrong], w.per_mean[wrong])
     for name, digits in FORMATS.items():
+        # a product and a sum of rounded numbers is off by a few roundings, not by one
         if off <= 4 * 2.0**-digits and any(_has_digits(values, digits) for values in readings):
             return name
     return _decimals(w) if w.reduction == "mean" else None
@@ -273,6 +288,7 @@ def rounded_to(w: Weights) -> str | None:
 
 def _has_digits(values: npt.NDArray[np.float64], digits: int) -> bool:
     """Whether no value has more binary digits, up to the rounding of float64."""
+    # the mantissa times the format's precision is a whole number where the format holds the value
     scaled = np.frexp(values)[0] * 2.0**digits
     return bool(np.abs(scaled - np.round(scaled)).max() <= 2.0**digits * 2.0**-50)
 
@@ -302,6 +318,7 @@ def _only_one(place: int) -> Holds:
     """
 
     def fits(w: Weights) -> bool:
+        # in a window of one micro-batch, the first is the last, and nothing is missing
         if not _is_of_own_window(w) or np.count_nonzero(w.ratio) != 1 or not w.ratio[place]:
             return len(w.inside) < 2 and w.is_right
         mean = w.per_mean[place]
@@ -319,9 +336,11 @@ def _times(w: Weights) -> bool:
     ratio = w.ratio
     if not _is_of_own_window(w) or not np.any(ratio):
         return False
+    # a micro-batch that is missing altogether is named in the same sentence
     if w.close(np.where(ratio == 0, 1, ratio), np.maximum(np.round(ratio), 1)):
         return bool(1.5 < ratio.max() <= MOST_TIMES)
     more = ~_right(w) & (ratio != 0)
+    # what is there beyond once: a mean of its own, where the repeated loss was divided otherwise
     extra = w.per_mean * (1 - 1 / np.where(ratio == 0, 1, ratio))
     shares = (1.0, 1 / len(w.window), 1 / w.accumulation_steps)
     return bool(more.any()) and any(w.close(extra[more], share) for share in shares)
@@ -360,6 +379,7 @@ def _missing_ranks(w: Weights) -> bool:
     if gone.all():
         # a rank that has none of the window's micro-batches has nothing of the other ranks' either
         return _has_idle_rank(w) and not w.alike
+    # what each rank lacks, which tells a missing all-reduce from a dropped micro-batch
     missing = {r: int(gone[rank == r].sum()) for r in set(rank)}
     partly = any(0 < number < (rank == r).sum() for r, number in missing.items())
     # what is missing in the same way on all ranks was added up, unless a whole rank is missing
@@ -433,8 +453,11 @@ def _rescaling_ratio(w: Weights) -> float | None:
     if not _is_of_own_window(w) or not np.all(w.ratio):
         return None
     k = w.accumulation_steps
+    # two micro-batches have some factor in any case: only K between means that weigh 1/K and less
+    # says that the running sum is divided each time
     if len(w.inside) == 2 and w.close(w.per_mean, [k**-2, k**-1]):
         return float(k)
+    # the factor is between sums or between means, by whether the loop weights by counts
     for values in (w.ratio, w.per_mean):
         steps = _steps_of_ranks(w, values)
         if not len(steps) or steps[0] <= 0:
@@ -491,6 +514,7 @@ def _rescales(wrong: Steps) -> Holds:
             return _is_of_own_window(w)
         if own is None or factor is None:
             return False
+        # a loop that divides by K each time has another factor where another plan has another K
         return w.close(own, factor) or w.close([own, factor], [w.accumulation_steps, k])
 
     return fits
@@ -531,9 +555,11 @@ def _by_place(wrong: Steps, place: Callable[[Weights, int], int]) -> Holds:
     """
     known: dict[int, float] = {}
     for w in wrong:
+        # one place with two factors refutes the whole statement
         for j, factor in zip(w.inside, map(float, w.ratio), strict=True):
             if w.foreign or not w.close(known.setdefault(place(w, j), factor), factor):
                 return lambda w: False
+    # a place that is read once has a factor of its own in any case
     several = sum(len(w.inside) for w in wrong) > len(known)
     differ = len({f"{factor:.9g}" for factor in known.values()}) > 1
     return lambda w: several and differ and all(known.values())
@@ -572,6 +598,7 @@ def _whole_and_earlier(w: Weights) -> bool:
     """Whether the window's own gradient is there once, and all that is foreign belongs to earlier
     windows.
     """
+    # the window's own gradient of each earlier epoch may be in the sum as well, once each
     if w.epoch and (w.foreign or len(w.windows) < 2):
         off = w.tolerance * (w.epoch + 1)
         return bool(np.all(w.ratio >= 1 - off) and np.all(w.ratio <= w.epoch + 1 + off))
@@ -596,10 +623,12 @@ def _decay(wrong: Steps) -> float | None:
 
     None where that differs.
     """
+    # the first epoch, where the items of no earlier step come back
     first = next((w for w in wrong if w.index and not w.epoch), None)
     # with one step before it, any number would fit
     if first is None or max(_steps_before(w) for w in wrong) < 2:
         return None
+    # the window before it is the newest of those left over, and weighs the most
     before = _in_place_of_its_own(first, (first.index or 0) - 1)
     if not len(before) or not len(first.inside) or not first.ratio[0]:
         return None
@@ -620,6 +649,7 @@ def _decay(wrong: Steps) -> float | None:
             w.close(_in_place_of_its_own(w, i), own * power) for i, power in enumerate(powers)
         )
 
+    # a decay of 1 is a reset that is missing altogether, which has a name of its own
     return decay if decay > 0 and not first.close(decay, 1.0) and all(map(fits, wrong)) else None
 
 
@@ -654,6 +684,7 @@ def _stale_text(w: Weights, wrong: Steps) -> str:
         return f"the same window's gradient from earlier epochs is still in it{off}"
     if not w.foreign:
         return f"in other steps, the gradient of earlier windows is still in the sum{off}"
+    # a trace of an earlier window is a reset that scales, and not one that is missing
     share = max(abs(w.observed[j] / w.expected) for j in w.foreign)
     trace = f", with {share:.3g} of an item's right weight" if share < 0.5 else ""
     return (
@@ -670,6 +701,8 @@ def _cut_elsewhere(wrong: Steps) -> bool:
     if all(map(_ranks_have_whole_parts, wrong)):
         return False
     for w in wrong:
+        # consecutive numbers have one distance from their index: one group is one run of
+        # micro-batches
         runs = [*groupby(enumerate(w.held), lambda pair: pair[1] - pair[0])]
         # after the last micro-batch of an epoch comes the first one
         is_end = w.epoch > 0 or w.index == len(w.windows) - 1
@@ -744,6 +777,7 @@ def quantities(w: Weights) -> Iterator[Quantity]:
     n = len(w.window)
     count = w.window_count
     ranks = w.world_size
+    # the plainest reading comes first: a short window that is divided as if it were whole
     if n != k * ranks:
         message = f"accumulation_steps over the short window's micro-batches, {k}/{n}"
         yield Quantity("K over the short window", message, k / n, "other-count")
@@ -758,10 +792,12 @@ def quantities(w: Weights) -> Iterator[Quantity]:
     yield Quantity("count", f"the window's count, {count:g}", count, "not-divided", "divided-twice")
     message = f"the {'short ' if n != k * ranks else ''}window's micro-batches, {n}"
     yield Quantity("micro-batches", message, n, "not-divided", "divided-twice", rare=1)
+    # a learning rate that is scaled by the root of the batch is sometimes put into the loss
     message = f"accumulation_steps**0.5, with {k} accumulation steps"
     yield Quantity("root of K", message, k**0.5, "divided-twice", "divided-twice", rare=1)
     beside = () if w.reduction == "sum" else (*_other_items(w), *_other_windows(w), *_miscounts(w))
     for what, other, cause, rare in beside:
+        # a count of 0 would divide by 0, which no loop survives
         if other > 0:
             message = f"the window's count over {what}, {count:g}/{other:g}"
             yield Quantity(what, message, count / other, cause, rare=rare)
@@ -811,6 +847,7 @@ Beside = Iterator[tuple[str, float, str, int]]
 
 def _other_items(w: Weights) -> Beside:
     count = w.window_count
+    # where each item counts one, both readings are the same number
     if w.items and w.items != w.counts:
         items = sum(w.items[j] for j in w.window)
         empty = sum(w.items[j] for j in w.window if not w.counts[j])
@@ -823,6 +860,8 @@ def _other_items(w: Weights) -> Beside:
             0,
         )
     yield "the same raised to 1", max(count, 1.0), "at-least-1", 0
+    # `clamp(min=1)` guards against a division by 0 in two places: once for the window, or for each
+    # micro-batch
     each = sum(max(w.counts[j], 1.0) for j in w.window)
     yield "one in which every micro-batch counts at least 1", each, "at-least-1", 0
     for word, whole in (("down", np.floor), ("", np.round), ("up", np.ceil)):
@@ -836,6 +875,7 @@ def _other_windows(w: Weights) -> Beside:
     if w.windows:
         at = w.windows.index(w.window)
         of = [w.count_of(window) for window in w.windows]
+        # index -1 is the last window of the epoch before, which the first epoch has not
         before = of[at - 1] if at or w.epoch else 0
         yield "the previous window's", before, "other-count", 2
         yield (
@@ -869,6 +909,7 @@ def _miscounts(w: Weights) -> Beside:
     yield "that without its first micro-batch", count - w.counts[w.window[0]], "other-count", 2
     yield "one with one target too few for each micro-batch", count - n, "off-by-one", 2
     yield "one with one target too many for each micro-batch", count + n, "off-by-one", 2
+    # a loop that takes all micro-batches to be as large as one of them
     own = [w.counts[j] for j in w.window]
     for word, own_count in (("first", own[0]), ("last", own[-1]), ("largest", max(own))):
         times_k = w.accumulation_steps * own_count
@@ -877,38 +918,81 @@ def _miscounts(w: Weights) -> Beside:
         yield f"its micro-batches times that of its {word} micro-batch", times_n, "equal-counts", 2
 
 
-def factor_meanings(wrong: Steps, right: Steps = ()) -> list[tuple[str, str]]:
-    """Return what the factor of each wrong step is, in words, and the cause; no more than three.
+Quantities = dict[str, Quantity]
+"""The quantities of a step, by their keys."""
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What a factor may be.
+
+    Attributes:
+        text: the quantity, or one over it, in words.
+        cause: of `wrong-scale` in the table of faults.
+    """
+
+    text: str
+    cause: str
+
+
+def factor_meanings(wrong: Steps, right: Steps = ()) -> list[Meaning]:
+    """Return what the factor of each wrong step is; no more than three.
 
     Args:
         wrong: steps whose items have one wrong weight.
         right: other steps. What they refute is left out where something else is left. One number
             may be anything: where there is one wrong step, they must agree with what it is.
     """
-    ratios = [float(w.ratio.mean()) for w in wrong]
-    known = [{q.key: q for q in quantities(w)} for w in wrong]
-    elsewhere = [{q.key: q for q in quantities(w)} for w in right]
-    telling = len({w.window_count for w in wrong}) > 1
-    found: list[tuple[str, str]] = []
-    doubtful: list[tuple[str, str]] = []
+    known = [_quantities_by_key(w) for w in wrong]
+    elsewhere = [_quantities_by_key(w) for w in right]
+    counts_differ = len({w.window_count for w in wrong}) > 1
+    found: list[Meaning] = []
+    doubtful: list[Meaning] = []
+    # the plainest quantities come first, and what is rare is asked about where none of them fits
     for key, first in known[0].items():
-        of_steps = [numbers.get(key) for numbers in known]
-        refuted = any(key in q and not wrong[0].close(q[key].value, 1.0) for q in elsewhere)
-        if (
-            (first.rare and found + doubtful)
-            or (first.rare == 2 and not telling)
-            or (refuted and len(wrong) == 1)
-        ):
+        is_refuted = _is_refuted(key, wrong[0], elsewhere)
+        if is_refuted and len(wrong) == 1:
             continue
-        for power, cause, before in ((1, first.cause, ""), (-1, first.inverse, "one over ")):
-            if cause and all(
-                q is not None
-                and not w.close(q.value, 1.0)
-                and w.close(ratio, float(q.value) ** power)
-                for w, ratio, q in zip(wrong, ratios, of_steps, strict=True)
-            ):
-                (doubtful if refuted else found).append((before + first.text, cause))
-    return (found or doubtful)[:3]
+        if first.rare and (found or doubtful):
+            continue
+        if first.rare == 2 and not counts_differ:
+            continue
+        meanings = _meanings_of(first, wrong, [numbers.get(key) for numbers in known])
+        (doubtful if is_refuted else found).extend(meanings)
+    return (found or doubtful)[:MOST_MEANINGS]
+
+
+def _quantities_by_key(w: Weights) -> Quantities:
+    return {quantity.key: quantity for quantity in quantities(w)}
+
+
+def _is_refuted(key: str, wrong: Weights, elsewhere: Sequence[Quantities]) -> bool:
+    """Whether a right step has a quantity that is not 1, which would have made it wrong as well."""
+    return any(key in known and not wrong.close(known[key].value, 1.0) for known in elsewhere)
+
+
+def _meanings_of(
+    first: Quantity, wrong: Steps, of_steps: Sequence[Quantity | None]
+) -> Iterator[Meaning]:
+    """Yield that the factor of each wrong step is a quantity of it, or one over that.
+
+    Args:
+        first: the quantity of the first wrong step.
+        wrong: the steps.
+        of_steps: the same quantity of each of them; None where it has none.
+    """
+    for power, cause, before in ((1, first.cause, ""), (-1, first.inverse, "one over ")):
+        if cause and all(
+            _is_power_of(w, quantity, power) for w, quantity in zip(wrong, of_steps, strict=True)
+        ):
+            yield Meaning(before + first.text, cause)
+
+
+def _is_power_of(w: Weights, quantity: Quantity | None, power: int) -> bool:
+    """Whether a step's factor is a power of a quantity that is not 1 there."""
+    if quantity is None or w.close(quantity.value, 1.0):
+        return False
+    return w.close(float(w.ratio.mean()), float(quantity.value) ** power)
 
 
 def constant_meaning(factor: float) -> tuple[str, str]:
@@ -916,8 +1000,10 @@ def constant_meaning(factor: float) -> tuple[str, str]:
 
     Empty where it says nothing.
     """
+    # before the quantities: no count is negative
     if factor == -1:
         return "the sign is wrong", "sign"
+    # 0 has no logarithm; any fraction says that it is no power of two
     exponent = float(np.log2(abs(factor))) if factor else 0.5
     if exponent == round(exponent) and 2 ** abs(exponent) >= LEAST_LOSS_SCALE:
         what = "never divided out" if exponent > 0 else "divided out twice"
@@ -928,61 +1014,67 @@ def constant_meaning(factor: float) -> tuple[str, str]:
 NO_COUNT = ", which no usual count or quotient of counts gives in every window"
 
 
-def _scale_sentence(steps: Steps) -> tuple[bool, Text, tuple[str, ...]]:
-    """Return whether something of the run explains the factors of the wrong steps, the sentence,
-    and the causes.
-    """
-    wrong = [w for w in steps if not w.is_right]
-    right = [w for w in steps if w.is_right]
-    ratios = [float(w.ratio.mean()) for w in wrong]
-    constant = wrong[0].close(ratios, ratios[0])
-    meaning, cause = constant_meaning(ratios[0]) if constant else ("", "")
-    power = _power_of_steps(wrong, ratios)
-    found = factor_meanings(wrong, right)
-    added = _added_to_counts(wrong, ratios)
-    causes: tuple[str, ...]
-    if meaning:
-        why = f": {meaning}"
-        causes = (cause,)
-    elif found:
-        why = f", which is {' or '.join(text for text, _ in found)}"
-        causes = tuple(of for _, of in found)
-    elif added is not None:
-        why = f", as where {added:.3g} is added to the window's count"
-        causes = ("divided-twice",)
-    elif power is not None:
-        why = f", and that of each step is {power:.6g} times that of the step before it"
-        causes = ("growing",)
-    elif len(wrong) == 1:
-        why = NO_COUNT
-        causes = ("varying",)
-    elif constant:
-        why = ", in every wrong window alike, whatever its counts"
-        causes = ("constant",)
-    else:
-        shown = first_of([factor_text(ratio) for ratio in ratios], 4)
-        why = f"; over the wrong windows the factors are {shown}{NO_COUNT}"
-        causes = ("varying",)
+@dataclass(frozen=True)
+class ScaleReason:
+    """What is known of the factors by which whole windows are wrong.
 
-    def sentence(w: Weights, wrong: Steps) -> str:
+    Attributes:
+        why: follows the factor in the sentence.
+        causes: of `wrong-scale` in the table of faults.
+        is_explained: whether something of the run explains the factors.
+    """
+
+    why: str
+    causes: tuple[str, ...]
+    is_explained: bool = True
+
+    def sentence(self, w: Weights, wrong: Steps) -> str:
+        """Return what a step does wrong."""
         return (
             f"every item of the window weighs {factor_text(float(w.ratio.mean()))} times what it"
-            f" should{why}"
+            f" should{self.why}"
         )
 
-    explained = (
-        found or (constant and len(wrong) > 1) or meaning or power is not None or added is not None
-    )
-    return bool(explained), sentence, causes
+
+def _scale_reason(steps: Steps) -> ScaleReason:
+    """Return what explains the factors of the wrong steps: the surest reason that fits."""
+    wrong = [w for w in steps if not w.is_right]
+    ratios = [float(w.ratio.mean()) for w in wrong]
+    is_constant = wrong[0].close(ratios, ratios[0])
+    meaning, cause = constant_meaning(ratios[0]) if is_constant else ("", "")
+    if meaning:
+        return ScaleReason(f": {meaning}", (cause,))
+    found = factor_meanings(wrong, [w for w in steps if w.is_right])
+    if found:
+        why = f", which is {' or '.join(one.text for one in found)}"
+        return ScaleReason(why, tuple(one.cause for one in found))
+    added = _added_to_counts(wrong, ratios)
+    if added is not None:
+        why = f", as where {added:.3g} is added to the window's count"
+        return ScaleReason(why, ("divided-twice",))
+    power = _power_of_steps(wrong, ratios)
+    if power is not None:
+        why = f", and that of each step is {power:.6g} times that of the step before it"
+        return ScaleReason(why, ("growing",))
+    if len(wrong) == 1:
+        # one number that is none of the run's is no pattern
+        return ScaleReason(NO_COUNT, ("varying",), is_explained=False)
+    if is_constant:
+        return ScaleReason(", in every wrong window alike, whatever its counts", ("constant",))
+    shown = first_of([factor_text(ratio) for ratio in ratios], 4)
+    why = f"; over the wrong windows the factors are {shown}{NO_COUNT}"
+    return ScaleReason(why, ("varying",), is_explained=False)
 
 
 def _added_to_counts(wrong: Steps, ratios: Sequence[float]) -> float | None:
     """Return the number that all wrong windows' divisors have more than their different counts, or
     None.
     """
+    # windows of one count have one divisor, from which no summand can be told
     counts = np.array([w.window_count for w in wrong])
     if wrong[0].reduction == "sum" or len({*counts}) < 2:
         return None
+    # divisor = count + summand, and ratio = count / divisor
     more = counts / ratios - counts
     rounding = 2 * wrong[0].tolerance * float(counts.max())
     # a number so small may be the rounding of the weights
@@ -1003,6 +1095,7 @@ def _power_of_steps(wrong: Steps, ratios: Sequence[float]) -> float | None:
     None where no b fits.
     """
     before = [_steps_before(w) for w in wrong]
+    # a step with none before it has the power 0, which is 1 for every base
     if len(set(before)) < 2 or not all(before) or not min(ratios) > 0:
         return None
     bases = [ratio ** (1 / steps) for ratio, steps in zip(ratios, before, strict=True)]
@@ -1052,6 +1145,8 @@ def _predicates_of_other_windows(wrong: Steps) -> Iterator[WeightPredicate]:
 
 
 def _predicates(steps: Steps, wrong: Steps, *, known_only: bool) -> Iterator[WeightPredicate]:
+    # first, since the predicates after these speak of the window's own micro-batches; with one
+    # window in an epoch, an earlier epoch's gradient is that window's own
     if any(w.foreign or (w.epoch and len(w.windows) < 2) for w in wrong):
         yield from _predicates_of_other_windows(wrong)
     yield WeightPredicate(
@@ -1062,6 +1157,7 @@ def _predicates(steps: Steps, wrong: Steps, *, known_only: bool) -> Iterator[Wei
         _no_gradient_text,
     )
     same = ("same-data",) if all(map(_is_same_data, wrong)) else ()
+    # before `dropped-micro-batch`, which a gradient that was not added up over ranks looks like too
     yield WeightPredicate("not-reduced", _missing_ranks, _ranks_tell, _missing_ranks_text, same)
     yield WeightPredicate("rescaled-accumulator", _reduced_between, _falls, _rescaled_text)
     of_sum = ("sum",) if wrong[0].reduction == "sum" else ()
@@ -1074,11 +1170,16 @@ def _predicates(steps: Steps, wrong: Steps, *, known_only: bool) -> Iterator[Wei
     yield WeightPredicate(
         "low-precision", lambda w: rounded_to(w) is not None, _always, _rounded_text
     )
+    # after `mean-of-means`: where all counts are equal, the two are one and the same factor
     if all(_is_one_factor(w, w.ratio) for w in wrong):
-        explained, sentence, causes = _scale_sentence(steps)
-        if explained or not known_only:
+        reason = _scale_reason(steps)
+        if reason.is_explained or not known_only:
             yield WeightPredicate(
-                "wrong-scale", _always, lambda w: explained or _several(w), sentence, causes
+                "wrong-scale",
+                _always,
+                lambda w: reason.is_explained or _several(w),
+                reason.sentence,
+                reason.causes,
             )
     yield WeightPredicate(
         "wrong-count", lambda w: bool(_weighted_alike(wrong)), _weighting_tells, _wrong_count_text
@@ -1095,6 +1196,7 @@ def _predicates(steps: Steps, wrong: Steps, *, known_only: bool) -> Iterator[Wei
         _some_missing,
         dropped_text,
     )
+    # last come the predicates with a free number for each place: they fit almost anything
     sign = ("sign",) if any(np.any(w.ratio < 0) for w in wrong) else ()
     yield WeightPredicate(
         "weighted-by-place", _by_place(wrong, _same_place), _long, _by_place_text, sign
@@ -1209,6 +1311,7 @@ def _common_kind(steps: Steps) -> str:
 
     Empty where there is no such.
     """
+    # where all steps are wrong, or all right, nothing sets the wrong ones apart
     if all(w.is_right == steps[0].is_right for w in steps) or not all(w.windows for w in steps):
         return ""
     found = (kind for kind, is_one in KINDS_OF_STEPS if all(is_one(w) != w.is_right for w in steps))
@@ -1218,6 +1321,7 @@ def _common_kind(steps: Steps) -> str:
 
 def _which_steps(violated: Weights, steps: Steps) -> str:
     """Return which steps of the violated run are right, as the end of a sentence."""
+    # steps of a second run, under another plan, are counted in no sentence about this one
     own = [w for w in steps if w.windows == violated.windows and w.counts == violated.counts]
     right = [w for w in own if w.is_right]
     if not right or len(own) == 1:

@@ -38,6 +38,7 @@ from gradcheck_suite.run.runner import Outcome
 
 Count = Callable[[list[int]], float]
 """What the mean over some items, given by their indices, divides by."""
+# the probe's gradients are single weights in float64: a few operations round each, and none adds up
 EXACT = 1e-13
 COARSE = 1e-5
 """Relative tolerances of weights that are read off in float64 and in coarser dtypes."""
@@ -109,6 +110,7 @@ class WeightProbe:
             slopes: the derivative of each item's loss, 1 each if empty.
         """
         outcome = runner.run(self.instance(scale=scale, slopes=slopes))
+        # what a loop did before it raised says nothing about a loop that does not
         return None if outcome is None or outcome.raised is not None else outcome
 
     def observed(self, runner: LoopRunner, *, scale: float = 1.0) -> ProbeRun | None:
@@ -138,6 +140,8 @@ class ProbeRun:
         plan = self.probe.plan
         items = self.steps[step]
         observed = items[list(plan.starts)]
+        # infinity less infinity is NaN, which numpy warns of, and which the comparison below
+        # refuses
         with np.errstate(invalid="ignore"):
             spread = abs(items - observed.repeat(plan.micro_batches)).max(initial=0.0)
         if spread > probe.tolerance * abs(items).max(initial=0.0):
@@ -182,6 +186,7 @@ class ProbeRun:
 
         None where the number of steps is wrong, or items of one micro-batch differ.
         """
+        # with a step too many or too few, it is not known which window each step belongs to
         if len(self.steps) != self.probe.plan.steps:
             return []
         read = [w for w in map(self.weights, range(len(self.steps))) if w is not None]
@@ -208,6 +213,7 @@ def flat_on_probe(gradients: Mapping[str, torch.Tensor | None], empty: torch.Ten
     `empty` where it is None.
     """
     found = gradients[PARAMETER]
+    # numpy has no bfloat16
     seen: Vector = (empty if found is None else found).to("cpu", torch.float64).numpy()
     return seen
 
@@ -233,7 +239,9 @@ def expected_gradients(case: Case) -> list[Vector]:
     slopes = np.array(slopes_of(case))
     rights = (probe.right_weights(window) for window in range(len(case.plan.windows)))
     return [
-        np.multiply(right, slopes, out=np.zeros_like(right), where=right != 0) for right in rights
+        # 0 times an infinite slope is NaN: items outside of the window have no part in it
+        np.multiply(right, slopes, out=np.zeros_like(right), where=right != 0)
+        for right in rights
     ]
 
 
@@ -350,6 +358,8 @@ def separating_probe(probe: WeightProbe, assumes: Collection[str]) -> WeightProb
         probe: the other one.
         assumes: what the loop assumes.
     """
+    # another K than the loop's plan has, so that a K written into the loop shows; at least 3, since
+    # of two micro-batches the first is all but the last
     k = max(3, probe.plan.accumulation_steps + 1)
     lengths = [k, k, k] if WHOLE_WINDOWS in assumes else [k, k, k, k - 1]
     equal = EQUAL_MICRO_BATCHES in assumes or EQUAL_BATCHES in assumes
@@ -358,16 +368,21 @@ def separating_probe(probe: WeightProbe, assumes: Collection[str]) -> WeightProb
         shapes = ((2,),) * len(lengths)
     pairs = zip(shapes, lengths, strict=False)
     sizes = chain.from_iterable(islice(cycle(shape), length) for shape, length in pairs)
+    # only a second epoch shows what a first one leaves behind
     plan = Plan(tuple(sizes), k, 1 if ONE_EPOCH in assumes else max(2, probe.plan.epochs))
     plan = dealt_to_ranks(plan, probe.plan.world_size, assumes)
     if probe.count is None or equal:
         return WeightProbe(plan, probe.reduction, dtype=probe.dtype)
     empty = set[int]()
     if 0 in probe.counts:
+        # the second micro-batch of each window: neither the first nor the last, which loops treat
+        # apart
         empty.update(chain.from_iterable(plan.items(window[1]) for window in plan.windows))
+    # three binary digits: exact in every dtype, and no whole number
     unit = 1.0 if all(float(n).is_integer() for n in probe.counts) else 0.375
 
     def count(items: list[int]) -> float:
+        # items count 1, 2 or 3, so that a count is no number of items
         return unit * sum(1 + i % 3 for i in items if i not in empty)
 
     return WeightProbe(

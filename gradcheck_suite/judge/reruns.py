@@ -91,6 +91,7 @@ class LoopRunner:
 
     def chosen(self, outcomes: Sequence[Outcome]) -> Outcome:
         """Return the outcome of the first rank that failed, else that of the rank looked at."""
+        # a rank that fails leaves the others waiting, so that theirs are errors that follow from it
         failed = next((outcome for outcome in outcomes if outcome.raised is not None), None)
         return failed or outcomes[self.rank]
 
@@ -158,6 +159,7 @@ def run_recorded(runner: LoopRunner, instance: Instance) -> tuple[RecordedLosses
         return RecordedLosses(instance), None
     outcome = runner.chosen(outcomes)
     losses = tuple(one.losses for one in outcomes if one.losses is not None)
+    # losses of some ranks alone say nothing of a gradient that all of them have made
     recorded = RecordedLosses(instance, losses if len(losses) == len(outcomes) else ())
     return recorded, None if outcome.raised is not None else outcome
 
@@ -185,18 +187,21 @@ def explain_inputs(
     reference = Reference(instance)
     right = instance.model()
     if parameters is not None:
+        # a step changes parameters; buffers stay those of the instance
         right.load_state_dict(parameters, strict=False)
     of_ranks = recorded.members(step)
     sent = [
         [
             _completed(instance, right, members, place, call)
             for place, call in enumerate(calls)
+            # a rank without a micro-batch sends a loss of zeros to keep its all-reduces going
             if members or call.parameters
         ]
         for members, calls in zip(of_ranks, recorded.sent(step), strict=False)
     ]
     members = list(chain.from_iterable(of_ranks))
     for calls in _passes(sent, of_ranks):
+        # inputs are only blamed where they give this very gradient
         if not calls or not _losses_give(reference, calls, observed):
             continue
         differences = [
@@ -206,6 +211,7 @@ def explain_inputs(
         found = [
             one
             for one, corrected in differences
+            # a difference that changes nothing is none of the fault
             if corrected is None or not _losses_give(reference, corrected, observed)
         ]
         if found:
@@ -223,6 +229,7 @@ def _passes(
     yield list(chain.from_iterable(sent))
     # how often each rank sent its part of the window, and how many losses are left over
     times = {divmod(len(c), len(m)) for c, m in zip(sent, of_ranks, strict=False) if m}
+    # one loss for each micro-batch is what the first guess is about
     if times - {(1, 0)}:
         # what an earlier pass over the window computed may have been cleared
         pairs = zip(sent, of_ranks, strict=True)
@@ -270,6 +277,7 @@ def _gradient_again(
         for name, module in modules.items():
             module.training = call.training[name]
         assert call.cotangent is not None
+        # a loss may write into its batch, which is needed again for the next guess
         batch = map_leaves(torch.clone, call.batch)
         loss = instance.problem.loss(model, batch)
         if call.late is not None:
@@ -300,6 +308,7 @@ def _completed(
         return call
     given = dict(named_leaves(call.batch))
     own = instance.batch(instance.case.plan.items(members[place % len(members)]))
+    # `map_leaves` visits leaves in the order of `named_leaves`
     names = iter([name for name, _ in named_leaves(own)])
     return replace(
         call,
@@ -437,6 +446,7 @@ def _diagnosis_of_parts(
     Items whose count is 0 may be left out.
     """
     owners = _owners_of_parts(instance, members, calls)
+    # as many calls as micro-batches: none of them is split
     if owners is None or len(set(owners)) == len(calls):
         return None
     weights = [float(call.cotangent) for call in calls if call.cotangent is not None]
@@ -473,6 +483,7 @@ def _owners_of_parts(
     for call in calls:
         given = dict(named_leaves(call.batch))
         items = len(next(tensor_leaves(call.batch), ()))
+        # parts come in the loader's order; items that count nothing may be left out between them
         while at < len(due) and not _same_state(given, dict(named_leaves(part(*due[at], items)))):
             if instance.count(part(*due[at], 1)):
                 return None
@@ -494,6 +505,7 @@ def _changed_text(
         given = dict(named_leaves(call.batch))
         if any(_same_state(given, own) for own in yielded):
             continue
+        # a loss beyond the window's micro-batches is compared with the last one
         index = members[min(place, len(members) - 1)]
         own = yielded[index]
         items = len(next(tensor_leaves(call.batch), ()))
@@ -517,6 +529,7 @@ def _same_state(given: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) ->
     return given.keys() == own.keys() and all(
         t.shape == own[name].shape
         and t.dtype == own[name].dtype
+        # NaN is no change: `t != t` is true of it alone, and the batch may hold it on purpose
         and bool(((t == own[name]) | (t != t)).all())
         for name, t in given.items()
     )
@@ -627,6 +640,7 @@ def explain_module_hooks(e: Evidence, hooked: Sequence[str]) -> Diagnosis | None
     # the hooks of ranks are registered in processes of their own
     if not hooked or e.instance.case.plan.ranks:
         return None
+    # a run of its own, so that no other evidence is given up for a hook that is named in the model
     e.runner.runs_left += 1
     with _no_backward_hooks():
         rerun = e.gradient(e.runner.run(e.instance))
@@ -682,6 +696,7 @@ def gradient_of_step(
     if seen is None:
         return calls[-1]
     with np.errstate(invalid="ignore"):
+        # `nansum`, since one NaN would make every call equally far
         return min(calls, key=lambda gradient: float(np.nansum(np.abs(gradient - seen))))
 
 

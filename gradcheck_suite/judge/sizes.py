@@ -68,8 +68,10 @@ class Sizes:
 
         All where so few are off.
         """
+        # on the probe every element is a weight of its own, and is compared with itself
         least = 0.0 if self.small is None else self.exact * np.abs(self.expected).max()
         wrong = ~np.isclose(self.observed, self.expected, rtol=self.exact, atol=least)
+        # where no element is off by that much, the whole gradient is what is wrong
         return wrong if wrong.any() else np.full(len(wrong), True)
 
     @property
@@ -124,6 +126,7 @@ def _narrower(s: Sizes) -> str | None:
         error = f"the gradient has a relative error of {relative_error(s.expected, s.observed):.1g}"
         return f"{error}, and all its elements are exactly representable in {form}"
     sentence = _not_finite(s)
+    # a coarser dtype overflows by itself
     if sentence is None or s.dtype != "float64":
         return None
     # the probe's gradients, squared and cubed, stay within float64: what overflows is a narrower
@@ -136,6 +139,7 @@ def _of_second_order(s: Sizes) -> str | None:
     extra = s.observed - s.expected
     if s.small is None or not extra.any():
         return None
+    # a term in the square of the loss shrinks by one more factor of 2**-20 than the gradient
     if not are_close(s.small / SMALL_SCALE - s.expected, SMALL_SCALE * extra, SECOND_ORDER):
         return None
     return (
@@ -200,10 +204,13 @@ def _cut(s: Sizes) -> str | None:
 
 def _stays(s: Sizes) -> bool:
     """Whether what is wrong of a gradient, and too small, is the same with a larger loss."""
+    # clipping makes nothing larger; 1% is for a limit that is computed with an epsilon, as torch's
+    # `clip_grad_norm_` does
     is_small = within(s.observed, 0, 1.01 * np.abs(s.expected))
     if not is_small or not s.observed.any():
         return False
     cut = ~np.isclose(s.observed, s.expected, rtol=s.exact)
+    # asked for last: it may cost a run of the loop
     louder = s.louder()
     close = max(1e-5, s.tolerance)
     return (
@@ -262,6 +269,7 @@ def _keeps_signs(s: Sizes) -> bool:
     same = np.sign(s.observed[there]) == np.sign(s.expected[there])
     if not same.all():
         return False
+    # divided by its own size, a single element is 1 or -1, and so tells nothing but that
     alone = np.count_nonzero(s.expected) == 1
     return not alone or bool(np.isclose(np.abs(s.observed).max(), 1.0, rtol=s.exact))
 
@@ -304,6 +312,7 @@ def _added(s: Sizes) -> str | None:
     if s.parameters is not None and s.parameters.any():
         noise = EXACT * np.abs(extra).max()
         there = (np.abs(extra) > noise) & (s.parameters != 0)
+        # the median, since an element of the parameter near 0 has a quotient of rounding alone
         factor = float(np.median(extra[there] / s.parameters[there])) if there.any() else 0.0
         # one element is a multiple of any other: it shows decay by a round factor alone
         telling = np.count_nonzero(there) > 1 or np.isclose(
@@ -330,6 +339,7 @@ def _beside_small(s: Sizes) -> str | None:
         off = np.abs(s.observed - s.expected).max()
         return f"an error of {off:.2g} is small beside weights of about 1, {NOT_OF_THE_LOSS}"
     larger = np.abs(s.observed[s.off] / s.expected[s.off])
+    # a common factor is a fault of the weights, and no term that is added
     if (larger > 1).all() and np.ptp(larger) > COARSE * larger.max():
         right = size_text(s.expected[s.off])
         seen = size_text(s.observed[s.off])
@@ -338,12 +348,15 @@ def _beside_small(s: Sizes) -> str | None:
 
 
 PREDICATES: tuple[tuple[str, Callable[[Sizes], str | None]], ...] = (
+    # a narrow format also overflows, loses small elements and cuts large ones: it comes first
     ("low-precision", _narrower),
     ("overflow", _not_finite),
     ("added-term", _of_second_order),
     ("not-linear", _too_large),
     ("skipped-by-size", _lost),
     ("clipped", _cut),
+    # a gradient that is clipped has a limit of its own, below which it is right; one that is
+    # normalised has none
     ("normalised", _normalised),
     ("not-linear", _not_of_the_batch),
     ("added-term", _added),
@@ -383,8 +396,10 @@ def diagnose_non_finite(right: Vector, seen: Vector, beside: list[int]) -> Diagn
     """
     poisoned = ~np.isfinite(right)
     what = "NaN" if np.isnan(right[poisoned]).any() else "infinite"
+    # finite elements of the same micro-batch tell whether it was left out as a whole
     if not seen[poisoned].any() and not (beside and seen[beside].any()):
         return NOT_IN_GRADIENT
+    # limit / infinity is 0, and 0 times infinity is NaN
     if np.isnan(seen[poisoned]).all() and not np.nan_to_num(seen[~poisoned]).any():
         return Diagnosis(
             "clipped",

@@ -142,16 +142,20 @@ def _per_micro_batch(run: HeldSteps) -> bool:
 def _leaks(run: HeldSteps) -> bool:
     first = run.whole[:1]
     rest = run.whole[1:]
+    # what the short window leaves behind is still there when the first window of the next epoch
+    # begins
     leaking = [first[0] | run.tail, *rest] if first else []
     return run.held == run.whole + leaking * (run.plan.epochs - 1)
 
 
 def _repeats(run: HeldSteps) -> bool:
+    # a step right after a reset holds nothing, and repeats the one before it all the same
     distinct = [step for step, _ in groupby(filter(None, run.held))]
     return len(run.held) > len(run.right) and distinct == [step for step, _ in groupby(run.right)]
 
 
 def _has_missing_steps(run: HeldSteps) -> bool:
+    # `in` uses up the iterator as far as what it finds: steps are looked for in their order
     remaining = iter(run.right)
     return 0 < len(run.held) < len(run.right) and all(step in remaining for step in run.held)
 
@@ -171,6 +175,8 @@ def _cut_elsewhere(run: HeldSteps) -> bool:
         left = set(step)
         while left:
             if due not in left:
+                # only the rest after an epoch's last whole window may be missing, which is shorter
+                # than a window
                 if not due or end - due >= size:
                     return False
                 due = 0
@@ -199,8 +205,10 @@ def _cut_text(run: HeldSteps) -> str:
     steps = run.in_turns
     (size, _), *_ = Counter(map(len, steps)).most_common(1)
     of = " of each rank" if run.plan.ranks else ""
+    # `if i % k:` in place of `if i % k == 0:`
     if {max(step) for step in steps} == {i for i in range(end) if (i + 1) % k}:
         sentence = "it steps after the micro-batches that do not end a window"
+    # a step with the last and the first micro-batch of an epoch, and not all between them
     elif size == k and any({0, end - 1} <= step and len(step) < end for step in steps):
         sentence = f"windows run on from one epoch into the next, {k} micro-batches{of} each"
         if (rest := run.plan.epochs * end - sum(map(len, steps))) >= k:
@@ -428,6 +436,8 @@ def explain_steps(instance: Instance, outcome: Outcome, runner: LoopRunner) -> D
     def is_same(rerun: Outcome) -> bool:
         return len(rerun.observations) == taken
 
+    # once before the probes, which cost further runs, and again after them: a loop whose number of
+    # steps changes from run to run has no pattern to name
     if not runner.repeats(instance, is_same, 1):
         return NOT_REPEATABLE
     found = _explained(instance, outcome, runner, asked)
@@ -449,11 +459,13 @@ def step_pattern(plan: Plan, outcome: Outcome) -> Diagnosis:
 def _explained(instance: Instance, outcome: Outcome, runner: LoopRunner, asked: str) -> Diagnosis:
     plan = instance.case.plan
     taken = len(outcome.observations)
+    # a loop that skips steps by the values of losses is no loop that counts wrong
     finite = run_with_finite_losses(runner, instance)
     if finite is not None and len(finite.observations) == plan.steps:
         return replace(SKIPPED, sentence=f"{asked}: {SKIPPED.sentence}")
     dtype = instance.case.dtype if is_probe(instance.case) else "float64"
     reduction: Reduction = "sum" if instance.problem.reduction == "sum" else "mean"
+    # every micro-batch has valid targets, so that one that is skipped for its counts is not missed
     probe = WeightProbe(plan.replace(masked=()), reduction, dtype=dtype)
     own = _run_on(probe, runner)
     if own is None:
@@ -466,6 +478,8 @@ def _explained(instance: Instance, outcome: Outcome, runner: LoopRunner, asked: 
             )
         return _by_values(instance, outcome, asked)
     if len(own.held) != taken:
+        # two numbers of steps from two runs may be chance: the probe is run twice before it is
+        # believed
         if _run_on(probe, runner) not in (own, None):
             return NOT_REPEATABLE
         asked += f"; on the weight probe, under the same plan, it takes {len(own.held)}"
@@ -499,6 +513,7 @@ def _named_by_two(own: HeldSteps, separating: HeldSteps | None) -> Diagnosis:
     runs = [own]
     right = None
     if separating is not None and len(separating.held) == separating.plan.steps:
+        # a run with the right number of steps names nothing, and refutes names that would change it
         right = separating
     elif separating is not None:
         runs.append(separating)
@@ -537,6 +552,7 @@ def _by_values(instance: Instance, outcome: Outcome, asked: str) -> Diagnosis:
     if not finite:
         return NO_STEP
     is_finite = [bool(np.isfinite(right).all()) for _, right in due]
+    # `False` at the end: without an infinite gradient, the first one is behind the last window
     first = [*is_finite, False].index(False)
     if all((window in taken) == (i < first) for i, (window, _) in enumerate(due)):
         return NO_STEP_FROM_THERE

@@ -91,6 +91,7 @@ class Weights:
     @property
     def foreign(self) -> list[int]:
         """Micro-batches of other windows that are in the gradient."""
+        # a micro-batch without valid targets has a gradient of zeros, whatever its weight
         readable = [j for j, n in enumerate(self.counts) if n and j not in self.unread]
         return [j for j in readable if j not in self.window and self.observed[j]]
 
@@ -132,6 +133,7 @@ class Weights:
         means = self._per_mean(0.0)
         if (
             not len(means)
+            # an epsilon moves means by less than 1%; what moves them by more is a weight
             or not 0 < np.ptp(means) < MOST_ADDED * np.abs(means).max()
             or self.close(means, means[0])
         ):
@@ -158,6 +160,7 @@ class Weights:
 
     def close(self, a: npt.ArrayLike, b: npt.ArrayLike) -> bool:
         """Return whether weights are equal up to rounding."""
+        # relative alone: weights are as small as one over a count of thousands
         return bool(np.allclose(a, b, rtol=self.tolerance, atol=0.0))
 
 
@@ -331,6 +334,7 @@ def trial_weights(w: Weights) -> Iterator[Array]:
     yield from _weights_of_other_windows(w, right)
     size = len(w.window)
     numbers = (w.accumulation_steps, size, w.window_count, w.world_size)
+    # numbers of the run may be equal: each factor is tried once
     for factor in {float(n) for n in numbers} - {1.0}:
         yield own * factor
         yield own / factor
@@ -368,6 +372,7 @@ def _weights_of_other_windows(w: Weights, right: Sequence[Array]) -> Iterator[Ar
 
 def _of_means(w: Weights, own: Array) -> Iterator[Array]:
     """Yield the weights of means that weigh alike, and those of one micro-batch or of all others."""
+    # a count of 0 belongs to weights of 0, which stay 0
     counts = np.array([n or 1.0 for n in w.counts])
     means = np.where(own != 0, 1 / counts, 0.0)
     shares = {1.0, 1 / w.accumulation_steps, 1 / len(w.window)}
@@ -386,6 +391,7 @@ def _weights_of_ranks(w: Weights, own: Array) -> Iterator[Array]:
     for rank in set(w.owners):
         yield np.where(np.array(w.owners) == rank, own, 0.0)
     if w.owners and w.reduction == "mean":
+        # a rank without valid targets divides by nothing that matters
         of_ranks = np.array([w.count_of_rank(rank) or 1.0 for rank in w.owners])
         yield np.where(own != 0, 1 / of_ranks, 0.0)
         yield np.where(own != 0, 1 / of_ranks, 0.0) / w.world_size

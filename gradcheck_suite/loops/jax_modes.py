@@ -29,6 +29,8 @@ def summed_parts(run: JaxTrainingRun) -> tuple[Callable[..., Sum], Callable[...,
         count = (
             run.count(batch) if run.reduction == "mean" else jnp.ones((), run.count(batch).dtype)
         )
+        # the gradient of the mean times its count is that of the sum: sums are added up, whatever
+        # they count
         gradient = jax.grad(run.loss)(params, batch)
         return jax.tree.map(lambda g: (g * count).astype(g.dtype), gradient), count
 
@@ -55,6 +57,7 @@ def _new_zeros(kept: Any, first: Any) -> Any:
     import jax
     import jax.numpy as jnp
 
+    # `cond` computes one branch alone, where `where` computes both
     return jax.lax.cond(first, partial(jax.tree.map, jnp.zeros_like), lambda k: k, kept)
 
 
@@ -68,6 +71,8 @@ def _selected_zeros(kept: Any, first: Any) -> Any:
 def _times_zero(kept: Any, first: Any) -> Any:
     import jax
 
+    # `first` is a Python bool that is traced: 1 less a bool is an int32, and the product may be
+    # promoted
     return jax.tree.map(lambda a: ((1 - first) * a).astype(a.dtype), kept)
 
 
@@ -111,6 +116,7 @@ def _accumulate(run: JaxTrainingRun, mode: str) -> None:
     add = adder(mode, part)
     params = run.params
     state = run.optimizer.init(run.params)
+    # the count's dtype is only known from a count
     kept = jax.tree.map(jnp.zeros_like, (params, part(params, next(iter(run.batches)))[1]))
     for _ in range(run.epochs):
         for window in windows_of(run):

@@ -65,6 +65,8 @@ def add_up_gradients(run: TrainingRun) -> None:
     trainable = [p for p in run.model.parameters() if p.requires_grad]
     for p in trainable:
         if p.grad is None:
+            # each rank must bring the same elements to the all-reduce, whether it reaches them or
+            # not
             p.grad = torch.zeros_like(p)
         elif p.grad.layout is not torch.strided:
             # ranks may reach other rows, so they add up dense gradients
@@ -233,6 +235,7 @@ def _parameters_replaced(run: TrainingRun) -> Iterator[None]:
     yield
     new = dict(run.model.named_parameters())
     for group in run.optimizer.param_groups:
+        # in the optimizer's own order, which its groups rest on
         group["params"] = [new[names[id(p)]] for p in group["params"]]
 
 
@@ -328,6 +331,7 @@ def split_linear_layers(run: TrainingRun) -> None:
                 uses[id(p)] > 1 for p in module.parameters()
             ):
                 continue
+            # uneven shards are not supported by all operations on a DTensor, and are left whole
             if not module.out_features % run.world_size:
                 parallelize_module(module, mesh, ColwiseParallel(output_layouts=Replicate()))
             elif not module.in_features % run.world_size:
@@ -363,6 +367,7 @@ def _with_sharded_states(optimizer: torch.optim.Optimizer) -> torch.optim.Optimi
             own["params"] = part["params"]
         return optimizer
 
+    # copies: the wrapper changes its groups, and the local optimizer's get its own part below
     groups = [dict(group) for group in optimizer.param_groups]
     return ZeroRedundancyOptimizer(groups, local, **optimizer.defaults)  # type: ignore[arg-type]
 

@@ -35,6 +35,8 @@ def windows(run: TrainingRun) -> Iterator[list[Batch]]:
     """
     for _ in range(run.epochs):
         micro_batches = iter(run.loader)
+        # every rank asks whether any has a micro-batch left, at the same time: a rank that left the
+        # loop by itself would leave the others waiting
         while (window := list(islice(micro_batches, run.accumulation_steps))) or run.world_size > 1:
             if not over_ranks(run, torch.tensor(len(window))):
                 break
@@ -109,6 +111,7 @@ def zero_grad_foreach(parameters: Parameters, optimizer: torch.optim.Optimizer) 
     """Call `optimizer.zero_grad(set_to_none=False)` of an optimizer with `foreach`, which zeroes
     all at once.
     """
+    # `zero_grad` reads the default of the optimizer, and not that of its groups
     optimizer.defaults["foreach"] = True
     optimizer.zero_grad(set_to_none=False)
 
@@ -315,6 +318,8 @@ def closure(run: TrainingRun) -> None:
 
         def loss_of_window(window: list[Batch], total: torch.Tensor) -> float:
             run.optimizer.zero_grad()
+            # all losses before any backward: an optimizer that searches along a line asks for the
+            # loss again
             parts = [part_of_window(run, batch, total) for batch in window]
             for part in parts:
                 part.backward()

@@ -86,6 +86,7 @@ def style_sheet() -> str:
         " ".join(f"--{k}: {v};" for k, v in palette.items()) for palette in (LIGHT, DARK)
     )
     return (
+        # on paper the light palette is used whatever the screen has
         f":root {{ color-scheme: light; {light} }}\n@media (prefers-color-scheme: dark) {{"
         f" :root:not([data-theme=light]) {{ color-scheme: dark; {dark} }}"
         f" }}\n:root[data-theme=dark] {{ color-scheme: dark; {dark} }}\n@media print {{ :root,"

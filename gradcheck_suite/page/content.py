@@ -42,6 +42,7 @@ def sources(records: Iterable[Record]) -> tuple[Source, ...]:
     groups: dict[Source, list[Record]] = {}
     for record in records:
         older = record.older
+        # None is "not known", and is not held against a record
         unclean = record.clean is False
         commit = record.commit[:9]
         where = machine_text(record.environment)
@@ -282,7 +283,7 @@ class Report:
         environments: the distinct environments of the records, as pairs of a name and a value.
         problems: records that could not be read.
         violations: the stored violations, each a page of its own
-            (`report.violation.ViolationPage`).
+            (`page.violation.ViolationPage`).
     """
 
     title: str
@@ -307,6 +308,7 @@ def cell_text(value: Cell) -> str:
     """Return a cell as text: numbers with three digits, nothing as a dash."""
     if value is None:
         return "-"
+    # before int: True is an int in Python
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):

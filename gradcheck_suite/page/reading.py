@@ -45,6 +45,8 @@ def latest(
             if callable(subject)
             else tuple(record.data.get(name) for name in subject)
         )
+        # a later record takes the place of an earlier one, at its position: the order of subjects
+        # stays
         kept[key] = record
     return list(kept.values())
 
@@ -143,6 +145,7 @@ def made_from(records: Records, make: Callable[[Records], Made]) -> tuple[Made, 
     """
     try:
         return make(records), records
+    # tried record by record only after the whole has failed: most folders have no damaged one
     except UNREADABLE:
         kept: dict[str, list[Record]] = {kind: [] for kind in records.by_kind}
         problems = list(records.problems)

@@ -101,6 +101,8 @@ def static(figure: Figure) -> Markup:
     """
     from markupsafe import Markup
 
+    # the page of a violation is written where only the templates are installed; its tables have the
+    # numbers
     if importlib.util.find_spec("vl_convert") is None:
         return Markup("")
     # the element around it says what it shows and has the page's font; a tenth of a pixel is seen
@@ -114,6 +116,7 @@ def _drawing(
 ) -> str:
     import vl_convert
 
+    # the same specification is drawn by the page's script, at the width of its place
     sized = copy.deepcopy(dict(spec))
     panels = sized.get("hconcat")
     for panel in panels or [sized]:
@@ -157,6 +160,7 @@ def _code(content: str) -> str:
 
 def _escaped(content: str) -> str:
     """Return text in which Markdown and HTML see nothing but text; backticks in pairs stay code."""
+    # `split` with a group keeps what it splits at: every second part is code
     parts = re.split(r"(`[^`\n<>|]+`)", content)
     return "".join(
         p if i % 2 else re.sub(r"([\\`*_{}\[\]<>#])", r"\\\1", p) for i, p in enumerate(parts)
@@ -288,6 +292,7 @@ def json_for_script(data: Any) -> str:
     JavaScript in it.
     """
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    # a browser ends a script element at the first `</script`, wherever in a text it stands
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
@@ -321,6 +326,7 @@ def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(lambda name: _resource_text("templates", name)),
         autoescape=lambda name: not str(name).endswith(".md.j2"),
+        # a name that a template misspells is an error, and no empty place on a page
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -122,6 +122,7 @@ def _brief(last: Mapping[str, Data], violated: Sequence[str]) -> str:
             named.append(f"{len(violated) - MOST_NAMED} more")
         return f"No: {len(violated)} of {total} {what} violated: {', '.join(named)}"
     holding = sum(data["verdict"] == "holds" for data in last.values())
+    # an unjudged loop neither holds nor is violated
     said = "Yes" if holding == total else "Not known"
     return f"{said}: {holding} of {total} {what} {'holds' if total == 1 else 'hold'}"
 
@@ -279,6 +280,7 @@ def _differing_facts(old: Mapping[str, Facts], new: Mapping[str, Facts]) -> list
 
 def _differ(before: Fact, after: Fact) -> bool:
     if isinstance(before, float) and isinstance(after, float):
+        # times differ from run to run
         return abs(after - before) > SMALLEST * max(abs(before), abs(after))
     return before != after
 

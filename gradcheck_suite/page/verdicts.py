@@ -173,6 +173,7 @@ def _column_titles(rows: Sequence[Row], places: Sequence[Place]) -> dict[Place, 
             more = "+" if len(judged) > 1 else ""
             title += f"\N{NO-BREAK SPACE}({min(judged):,}{more})"
         titles[place] = title
+    # an empty column says that no GPU was tried, which no column would not say
     if "cuda" not in {device for _, device in places}:
         titles["", "cuda"] = f"any {device_name('cuda')}"
     return titles
@@ -207,9 +208,12 @@ def verdict_matrix(records: Sequence[Record], most: int | None = None) -> Matrix
     modes = {*MODES, *JAX_MODES, of_jax}
     order = sorted(
         rows,
+        # False comes before True: violated loops first, and in a short matrix the built-in modes
         key=lambda loop: (limited and loop not in modes, holding[loop], loop not in modes),
     )
     shown = {loop: rows[loop] for loop in order[:most]}
+    # all places, those of rows that are left out as well, so that short and long matrices have the
+    # same columns
     places = sorted(set(chain.from_iterable(rows.values())), key=place_order)
     columns = _column_titles(list(shown.values()), places)
     caption = "Columns: dtype, device (cases). Cells: worst error / allowed"
@@ -242,6 +246,7 @@ def disagreement_clause(datas: Sequence[Data]) -> str:
 
 def share_text(ratio: float) -> str:
     """Return a share with two digits, or with as many as show that it is below 1."""
+    # 0.996 with two digits is 1, which would say that the bound is reached
     texts = (f"{ratio:.{digits}g}" for digits in (2, 3, 4))
     return next((text for text in texts if ratio >= 1 or text != "1"), "almost 1")
 
@@ -275,6 +280,7 @@ def _badness(data: Data) -> tuple[bool, bool, float]:
 
 
 def _number_judged(data: Data) -> int:
+    # records of earlier versions say how many cases were drawn, and judged all of them
     return int(data.get("judged", data.get("cases", 0)))
 
 
@@ -393,6 +399,7 @@ def verdict_cell(data: Data | None) -> Tone:
     if data is None:
         return "none", ("not run",)
     result = result_from_json(data)
+    # a violation beside an accepted fault is what matters
     if result.accepted and not result.violation:
         return "warn", (
             result.verdict,
@@ -475,6 +482,7 @@ def _trainers_matrix(answers: Answers, questions: Sequence[str]) -> Matrix:
         assert asked is not None
         trainer, question, data = asked
         if data is None or data["result"] is None:
+            # equal reasons have one mark
             why = _why_not_asked(trainer, question, data)
             return "none", (f"not asked ({reasons.setdefault(why, str(len(reasons) + 1))})",)
         violation = _violation_of(data)
@@ -610,6 +618,7 @@ def provenance(
     )
     if not runs.rows:
         return None
+    # machines may know different things of themselves: a column for each name that some machine has
     names = dict.fromkeys(name for name, _ in chain.from_iterable(made_on))
     machines = table(
         "Machines, versions and precision flags",

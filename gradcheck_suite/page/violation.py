@@ -53,6 +53,7 @@ def weights_plot(weights: Sequence[Weight]) -> Spec:
             rows.append({**row, "count": weight.count})
     bar = {
         "x": name("micro-batch", "micro-batch", axis={"labelAngle": 0}),
+        # the two bars of a micro-batch stand beside each other, in the order of the legend
         "xOffset": {"field": "which", "sort": list(WEIGHTS)},
         "y": number("weight", "weight of each item", axis={"tickCount": 5}),
         "color": colours("which", WEIGHTS),
@@ -61,6 +62,7 @@ def weights_plot(weights: Sequence[Weight]) -> Spec:
     found = layers(
         rows,
         layer("bar", bar),
+        # weights may be negative: the line says where 0 is
         layer("rule", {"y": {"datum": 0}}, color=colour("line")),
         height=200,
     )
@@ -124,6 +126,7 @@ def deviation_size(expected: float | str, observed: float | str, allowed: float 
     Numbers that JSON does not have are strings.
     """
     within, small, large, above = SIZES
+    # infinities and NaN are texts in JSON, and have no distance
     if isinstance(expected, str) or isinstance(observed, str) or isinstance(allowed, str):
         return within if expected == observed else above
     error = abs(observed - expected)
@@ -213,6 +216,7 @@ def read_violation(path: Path, shown: Path | None = None) -> ViolationPage:
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
+        # the script of a case is stored beside it, under the same name
         script = path.with_suffix(".py")
         read = {name: data[name] for name in ("case", "source") if name in data}
         return violation_page(
@@ -224,6 +228,7 @@ def read_violation(path: Path, shown: Path | None = None) -> ViolationPage:
             script=script.read_text(encoding="utf-8") if script.is_file() else "",
             machine=machine_text(data.get("environment") or {}),
         )
+    # a foreign JSON file may have anything where a case has something else
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise UsageError(
             f"{path}: not a stored counterexample ({type(error).__name__}: {error})"
@@ -264,7 +269,6 @@ def violation_page(
         replay: the command that runs it again.
         script: the text of its script.
         machine: where it was found.
-        stored: where its case is, seen from the folder of the records; empty where it is not there.
     """
     # the words that `verify` printed: describing a case anew would need the layers' definitions,
     # torch and JAX

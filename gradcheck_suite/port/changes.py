@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from gradcheck_suite.core.frames import Owner, owner_of
+from gradcheck_suite.errors import UsageError
 from gradcheck_suite.port.torch_program import Change, OperationCall, Ref, flat, with_tensors
 
 
@@ -21,6 +23,21 @@ class NoArgumentError(AttributeError):
 RAISED = (RuntimeError, IndexError, ValueError, NoArgumentError)
 """What torch raises where a hypothesis does not fit the shapes, and a row that does not fit an overload. Nothing else
 is expected: a mistake of this package, such as a misspelt name, is said."""
+
+REFUSED = (*RAISED, TypeError, UsageError)
+"""What a call of somebody's code raises, at the call itself, where it does not take what it is given."""
+
+
+def is_refusal(error: Exception) -> bool:
+    """Return whether somebody's code refuses what it was given: a module an input, an optimizer a
+    setting.
+
+    That code may raise whatever it likes. A mistake of this package is raised by a line of this
+    package: it is no answer, and must be said.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    is_theirs = bool(frames) and owner_of(frames[-1].filename) is not Owner.SUITE
+    return is_theirs or isinstance(error, REFUSED)
 
 
 def of_ours(error: Exception) -> str:

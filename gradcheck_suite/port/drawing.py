@@ -81,6 +81,7 @@ def _mask(value: Array, rng: np.random.Generator) -> Array:
     if n > 1 and (rows.sum(1) == 1).all() and value.dtype.kind != "b":
         return np.stack([rng.permutation(row) for row in flat]).reshape(value.shape)  # one-hot
     if value.ndim >= 2 and n > 1 and _is_one_sided(rows):
+        # padded at the end, a row begins with what is kept
         falls = bool((rows[:, :1] >= rows).all())
         low = int(rows.sum(1).min())
         high = int(rows.sum(1).max())
@@ -106,6 +107,7 @@ def resampled(
         return value
     old = np.asarray(value)
     kind_of = old.dtype.kind
+    # an additive mask of minus infinity has its structure in its numbers
     if kind_of not in "biuf" or (kind_of == "f" and not np.isfinite(old).all()):
         return old
     is_binary = bool(np.isin(old, (0, 1)).all())
@@ -129,10 +131,12 @@ def _is_whole(value: Array) -> bool:
 def _whole_numbers(old: Array, rng: np.random.Generator, kind: str) -> Array:
     rows = old.reshape(-1, old.shape[-1]) if old.ndim else old.reshape(1, 1)
     rises = rows.shape[1] > 1 and bool((np.diff(rows, axis=1) > 0).all())
+    # rising whole numbers are offsets or positions, which other numbers would take apart
     if (rises and rows.shape[1] > 2) or (old.ndim == 2 and np.isin(old, (0, 1)).all()):
         return old if rises else _mask(old, rng)
     low = old.min()
     high = old.max()
+    # a negative label marks what a loss ignores: no other number below 0 is a label
     if low < 0:
         return rng.choice(old.reshape(-1), old.shape)
     kept = old != low
@@ -163,6 +167,7 @@ def _ids(old: Array, rng: np.random.Generator, kind: str, span: Span) -> Array:
     # positions stay positions: whoever counts them has no gaps
     if rows.shape[1] > 2 and bool((np.diff(rows, axis=1) == 1).all()):
         return old
+    # the mark of padding stands where rows are padded, and nowhere else
     low = int(old.min()) + 1 if is_padded else span.low + span.is_marked
     low = min(low, span.high)
     ends = rng.choice([low, span.high], old.shape)
@@ -171,6 +176,7 @@ def _ids(old: Array, rng: np.random.Generator, kind: str, span: Span) -> Array:
         new.sort(-1)
     if is_padded:
         new = np.where(_mask(kept, rng), new, old.min())
+    # the given rows are not padded, and torch asks for the mark: some draws pad them
     elif span.is_marked and kind == "narrow" and rows.shape[1] > 1:
         lengths = rng.integers(1, rows.shape[1] + 1, (len(rows), 1))
         seen = (np.arange(rows.shape[1]) < lengths).reshape(old.shape)
@@ -183,16 +189,21 @@ def _real_numbers(old: Array, rng: np.random.Generator, kind: str) -> Array:
     high = float(old.max())
     spread = float(old.std()) or 1.0
     factor = {"narrow": 0.05, "wide": 2.0}.get(kind, 1.0)
+    # numbers that are never negative may be under a root or in a logarithm
     if low >= 0:
+        # a constant array has no width of its own
         width = max(high - low, 1e-3 * max(high, 1e-3))
         new = np.minimum(rng.uniform(low, low + factor * width, old.shape), high)
     else:
         new = old.mean() + factor * spread * rng.normal(size=old.shape)
+    # rows that add up to 1 are probabilities, as a divergence counts on
     rows = old.sum(-1) if old.ndim else old
     if low >= 0 and old.ndim and old.shape[-1] > 1 and np.allclose(rows, 1, atol=1e-5):
         new = new / new.sum(-1, keepdims=True)
+    # rising numbers are times, or the edges of bins that `searchsorted` counts on
     if old.ndim and old.shape[-1] > 2 and (np.diff(old, axis=-1) > 0).all():
         new = np.sort(new, -1)
+    # distances or a kernel: the diagonal is that of each element with itself
     if _is_symmetric(old):
         new = (new + new.swapaxes(-1, -2)) / 2
         new[..., np.arange(old.shape[-1]), np.arange(old.shape[-1])] = np.diagonal(
@@ -203,6 +214,7 @@ def _real_numbers(old: Array, rng: np.random.Generator, kind: str) -> Array:
         and old.shape[-1] > 1
         and np.allclose(np.linalg.norm(old.astype(float), axis=-1), 1, atol=1e-5)
     ):
+        # rows of length 1 are directions
         new = new / np.maximum(np.linalg.norm(new, axis=-1, keepdims=True), 1e-12)
     return np.asarray(new, old.dtype)
 
@@ -213,6 +225,7 @@ def _resized(value: Any, axes: Sequence[tuple[int, int]]) -> Any:
         return value
     old = np.asarray(value)
     for axis, size in axes:
+        # there is nothing to repeat
         if not old.shape[axis]:
             return old
         # a mask grows at its end, so that padding stays on its side
@@ -253,6 +266,7 @@ def drawn_point(
             arrays[place] = _resized(arrays[place], axes)
     count = len(base.inputs)
     inputs = [resampled(x, rng, kind, spans.get(i)) for i, x in enumerate(arrays[:count])]
+    # a loss has a domain of its own: targets are not made larger with the inputs
     of_target = "given" if kind == "given" else "other"
     targets = [
         resampled(x, rng, of_target, spans.get(count + i)) for i, x in enumerate(arrays[count:])
@@ -297,6 +311,7 @@ def spans_of(program: TorchProgram, base: Point) -> dict[int, Span]:
         uses = _uses_of(program, run, own)
         low = int(np.min(value))
         high = int(np.max(value))
+        # what indexes several tables must fit the smallest of them
         if uses.rows and low >= 0 and high < min(uses.rows):
             # a token that the given rows do not have, and that torch asks for, is a padding
             found[place] = Span(0, min(uses.rows) - 1, low > 0 and 0 in uses.compared)
@@ -339,6 +354,7 @@ def _rows_of_table(call: OperationCall, known: set[Ref], run: TorchRun) -> Itera
         index, name = _INDEXING[call.name]
         table = run.get(given[name])
         is_loss = call.name.startswith("nll_loss")
+        # the classes are axis 1 of a batch, and the only axis of a single item
         axis = given.get("dim", min(1, table.dim() - 1) if is_loss else 0)
         if given.get(index) in known:
             yield table.shape[axis]
@@ -369,6 +385,7 @@ def limited(call: OperationCall, run: TorchRun) -> tuple[Any, list[float]]:
     if name in _OF_LOSSES:
         pair = [run.get(given[n]) for n in ("self", "target")]
         return (pair[0] - pair[1]).abs(), [float(given[_OF_LOSSES[name]])]
+    # in a loss it is a hinge of few numbers; in a model it has numbers on both sides by itself
     if name == "relu" and call.path == LOSS:
         return run.get(call.refs[0]), [0.0]
     limits = [given.get(argument) for argument in _LIMITS.get(name, ())]
@@ -509,6 +526,7 @@ def author_points(base: Point, draw: Any, count: int, seed: int) -> list[Point]:
         deadline=None,
         phases=[Phase.generate],
     )
+    # `enough` counts, so that it says otherwise of an input that Hypothesis asks about again
     with suppress(errors.NoSuchExample, errors.Flaky):
         find(
             author_strategy(base, draw),

@@ -17,6 +17,7 @@ from gradcheck_suite.core.options import PortOptions
 from gradcheck_suite.core.text import counted
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.port.budget import Budget
+from gradcheck_suite.port.changes import is_refusal, of_ours
 from gradcheck_suite.port.drawing import (
     KINDS,
     author_strategy,
@@ -26,6 +27,7 @@ from gradcheck_suite.port.drawing import (
 )
 from gradcheck_suite.port.matching import array, outputs_error
 from gradcheck_suite.port.rare_inputs import other_orders, rare_points
+from gradcheck_suite.port.rounding import rounding_bounds
 from gradcheck_suite.port.search import Repairs
 from gradcheck_suite.port.sides import Point, Sides
 from gradcheck_suite.port.sizes import (
@@ -235,7 +237,10 @@ class DrawnInputs:
         # a loss may have the number of rows written in
         if point.shapes == base.shapes and sides.pair.torch_loss is not None:
             off = max(off, loss_error(run, loss))
-        if off <= sides.bounds(base).outputs or off <= sides.bounds(point).outputs:
+        if (
+            off <= rounding_bounds(sides, base).outputs
+            or off <= rounding_bounds(sides, point).outputs
+        ):
             return None
         return None if self._is_other_order(point, run, outs) else DifferingInput(point)
 
@@ -244,7 +249,7 @@ class DrawnInputs:
         none.
         """
         program = self.sides.torch_program(point)
-        allowed = self.sides.bounds(point).outputs
+        allowed = rounding_bounds(self.sides, point).outputs
         others = (self.repairs.with_change(one).run(program) for one in other_orders(program, run))
         return any(outputs_error(other.outs, outs) <= allowed for other in others)
 
@@ -252,7 +257,9 @@ class DrawnInputs:
         """Return torch's run, None where torch refuses an input or it is out of its domain."""
         try:
             run = run_with(self.repairs, self.sides, point)
-        except Exception:  # the torch module takes no such input, whatever it raises
+        except Exception as error:
+            if not is_refusal(error):
+                self._note(f"a drawn input could not be tried: {of_ours(error)}")
             return None
         if self.sides.pair.draw is not None:  # what the author draws is in the domain
             return run
@@ -263,9 +270,13 @@ class DrawnInputs:
         shapes = _shown([np.shape(x) for x in point.inputs if is_sized(x)])
         words = f"{error}, at inputs of shapes {shapes}, which torch takes"
         if any(not np.size(x) for x in point.inputs if is_sized(x)):
-            self.notes.append(words)  # nobody trains on nothing
+            self._note(words)  # nobody trains on nothing
             return None
         return DifferingInput(point, words, "raises")
+
+    def _note(self, words: str) -> None:
+        if words not in self.notes:
+            self.notes.append(words)
 
 
 def _disjoint(taken: Iterable[Resize]) -> list[Resize]:

@@ -82,11 +82,14 @@ def usual(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
         return
     args, kwargs = with_tensors((call.args, call.kwargs), run.get)
     counted = any(_is_count(search, ref) for _, ref in search.positions(place))
+    # `clamp(min=1)` before a division guards a count
     divides = call.name.startswith("clamp") and _divides(search, place)
     renamed = {"unit-offset": "index-offset"} if counted else {}
     renamed |= {"constant": "count"} if divides else {}
     for hypothesis in mistakes(place, call, args, kwargs, run.seen[place][0]):
         named = renamed.get(hypothesis.cause, hypothesis.cause)
+        # the pair comes before the single call: one wrong axis in two reductions of a line is one
+        # mistake
         if named == "axis":
             yield from _over_alike(search, place, hypothesis)
         yield replace(hypothesis, cause=named)
@@ -129,6 +132,7 @@ def _is_divisor(search: CauseSearch, index: int) -> bool:
     """
     out = search.matching.run.seen[index][0]
     readers = search.program.readers.get(Ref(index, 0), [])
+    # a number of another dtype may be anything
     if not isinstance(out, torch.Tensor) or out.is_floating_point() or not readers:
         return False
     calls = search.program.calls
@@ -142,6 +146,7 @@ def _other_indices(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
         if not value.is_floating_point():
             for one in transforms(value):
                 named = _OTHERS.get(one.cause, one.cause)
+                # a table of the model is called what it is, whatever operation reads it
                 if ref.kind != "state":
                     named = _transformed_as(search, place, ref, one.cause)
                 words = f"{_named(search, ref)} {one.words}"
@@ -164,6 +169,7 @@ def chosen_before(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
     for hypothesis in _before(search, _choosing(search, place, 6), usual, ties):
         refs = search.program.calls[hypothesis.at].refs if hypothesis.at is not None else []
         parameter = next((r for r in refs if r.kind == "state"), None)
+        # a parameter is not transposed in the model but when it is loaded
         if hypothesis.cause == "missing-transpose" and parameter is not None:
             path = str(parameter.index).rpartition(".")[0]
             hypothesis = replace(
@@ -216,6 +222,7 @@ def ties(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
     elif call.name == "sort":
         yield Hypothesis("ties", "the last of equal elements first", {place: ordered(first=False)})
     elif call.name in _COMPARING:
+        # either side of a comparison may be the limit
         for x, limit in (call.args[:2], call.args[1::-1]):
             top = _top(search, limit, 0)
             if top is not None and top.of == x:
@@ -260,6 +267,8 @@ def _top(search: CauseSearch, ref: Any, result: int) -> _Top | None:
                 given.dim,
                 bool(given.largest),
             )
+        # what is computed from two tensors, or is another value in the port, is no longer what
+        # `topk` gave
         if len(call.refs) != 1 or search.matching.status[ref.kind] is False:
             return None
         ref = call.refs[0]
@@ -291,6 +300,7 @@ def _by_position(top: _Top) -> Change:
         places = order.narrow(top.dim, 0, get(top.values).shape[top.dim])
         taken = torch.zeros_like(x, dtype=torch.bool).scatter(top.dim, places, True)
         says_of_equal = _compared(call, top, 0.0)
+        # `>` of the largest keeps no equal ones: then the threshold and the positions agree
         if says_of_equal == _compared(call, top, -1.0 if top.largest else 1.0):
             raise ValueError("equal elements are not kept: the comparison keeps no more")
         return [taken if says_of_equal else ~taken]
@@ -300,6 +310,7 @@ def _by_position(top: _Top) -> Change:
 
 def _compared(call: OperationCall, top: _Top, off: float) -> bool:
     """Return what a comparison says of an element that is so far from the last one that is taken."""
+    # the comparison itself says it, for one element and the last one that is taken
     operands = [torch.tensor(off if ref == top.of else 0.0) for ref in call.args[:2]]
     return bool(call.op(*operands))
 
@@ -336,6 +347,7 @@ def smoothings(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
     if len(losses) != 1 or (losses[0] == place) == is_smoothed:
         return
     logp, target, weight, _, ignore = [*calls[losses[0]].args, None, 1, -100][:5]
+    # the usual shares first
     for share in (0.0, 0.1, 0.05, 0.2, 0.01, 0.15, 0.3, 0.02):
         for others in (False, True):
 
@@ -373,6 +385,8 @@ def reset_gates(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
     if calls[place].name.rstrip("_") != "mul" or len(operands) != 2:
         return
     for i, ref in operands:
+        # torch computes all gates by one product, which is split: the reset gate multiplies one of
+        # the parts
         if isinstance(ref.kind, int) and re.search("split|chunk", calls[ref.kind].name):
             for total in search.read_by([ref.kind], 2):
                 if calls[total].name == "addmm":
@@ -429,6 +443,7 @@ def _left_out(search: CauseSearch, index: int) -> Iterator[Hypothesis]:
     made = run.seen[index][0]
     for i, ref in search.positions(index):
         value = run.get(ref)
+        # only what has the shape of the result can stand in its place
         if isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (
             made.shape,
             made.dtype,
@@ -437,6 +452,7 @@ def _left_out(search: CauseSearch, index: int) -> Iterator[Hypothesis]:
             cause = left_out_call(call, i)
             if (
                 call.name.startswith("div")
+                # what is divided by its own norm or sum is normalized
                 and i == 0
                 and _is_reduction_of(search, call.args[1], ref)
             ):
@@ -522,6 +538,7 @@ def _other_exponents(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
     number = _number_in(call)
     if call.name != "pow" or number is None:
         return
+    # the exponent is the slope between logarithms
     logarithm = search.matching.run.get(call.args[0]).log()
     for _, _, a, _ in _affine(search, logarithm, np.log):
         words = f"the exponent {a:.9g} instead of {number:g}"
@@ -534,6 +551,7 @@ def _scaled_operands(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
         # the port may compute torch's value too, and multiply it, or what it is moved to
         for source in dict.fromkeys([*_moves(search, ref), ref, *search.matching.sources(ref)]):
             is_result = source != ref and isinstance(source.kind, int)
+            # parameters and inputs are tried by other families
             if source != ref and not is_result:
                 continue
             for one in _scalings(search, run.get(source)):
@@ -549,6 +567,7 @@ def _moves(search: CauseSearch, ref: Ref) -> list[Ref]:
     found = list[Ref]()
     while isinstance(ref.kind, int) and search.matching.status[ref.kind] is None:
         found.insert(0, ref)
+        # a call of two tensors is no move
         before = search.program.calls[ref.kind].refs
         if len(before) != 1:
             break
@@ -562,17 +581,20 @@ def _scalings(search: CauseSearch, value: Any) -> Iterator[Alteration]:
         yield Alteration(cause, words, lambda v, a=a, b=b: a * v + b)
     numbers = search.matching.lost_numbers
     mine = array(value)
+    # zeros stay zeros by any factor
     if mine.dtype.kind != "f" or not mine.any():
         return
     for i in numbers.of_size(mine.size):
         theirs = with_axes_aligned(numbers.arrays[i], mine)
         for axis in range(mine.ndim if theirs.shape == mine.shape else 0):
             others = tuple(d for d in range(mine.ndim) if d != axis)
+            # the factor of each part that fits best, by least squares
             factors = (theirs * mine).sum(others, keepdims=True) / (mine**2).sum(
                 others, keepdims=True
             )
             off = np.abs(factors * mine - theirs).max()
             if (
+                # with as many factors as elements, any array would fit
                 off <= numbers.tolerance * np.abs(theirs).max()
                 and 1 < factors.size <= mine.size / LEAST
             ):
@@ -588,6 +610,7 @@ def ratios(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
     out = search.matching.run.seen[place][0]
     if not isinstance(out, torch.Tensor) or not out.any():
         return
+    # a count is a number of rows, or of rows and tokens: a product of two sizes near the place
     single = {1.0, 2.0} | {float(n) for n in _sizes_near(search, place)}
     sizes = single | {a * b for a, b in product(single, single)}
     for i in search.matching.lost_numbers.of_size(out.numel()):
@@ -602,11 +625,13 @@ def _other_count(
 ) -> Iterator[Hypothesis]:
     """Yield the count by which a sum is divided in the port."""
     call = search.program.calls[place]
+    # the count is read where rounding blurs it least
     most = np.abs(theirs).argmax()
     if call.name != "div" or not isinstance(call.args[1], Ref) or not theirs[most]:
         return
     total = array(search.matching.run.get(call.args[0])).reshape(-1)
     count = float(total[most] / theirs[most])
+    # a whole number that is no size of this run would not be the count in another run
     if abs(count - round(count)) < 1e-9 * count and round(count) in sizes:
         words = f"{_named(search, call.args[1])} is {count:.9g}"
         yield Hypothesis("count", words, {place: of_operand(1, lambda v: 0 * v + count)})
@@ -641,6 +666,7 @@ def _other_masks(search: CauseSearch, place: int, position: int, ref: Ref) -> It
     mine = array(search.matching.run.get(ref))
     if not _is_mask(mine):
         return
+    # the port may have one mask in many places
     tried = set[bytes]()
     for table in search.matching.side.values:
         if table.size != mine.size or not _is_mask(table):
@@ -689,6 +715,7 @@ def _rebased(x: Any, base: float) -> Any:
 
     None if it is none.
     """
+    # tables are often broadcast: axes of one element say nothing
     sizes = [n for n in x.shape if n > 1]
     if not x.is_floating_point() or len(sizes) not in (1, 2):
         return None
@@ -700,9 +727,12 @@ def _rebased(x: Any, base: float) -> Any:
         if len(sizes) == 1:
             return frequencies
         angles = torch.arange(sizes[0])[:, None] * frequencies
+        # at position 0 a cosine is 1 and a sine 0, which says where each of them stands
         return torch.where(rows[0] == 1, angles.cos(), angles.sin())
 
     layouts = [torch.arange(sizes[-1]) / sizes[-1]]
+    # halves, as GPT-NeoX and Llama lay frequencies out, or pairs, as the paper on rotary embeddings
+    # does
     layouts += [torch.cat((half, half)), half.repeat_interleave(2)] if sizes[-1] % 2 == 0 else []
     for exponents in layouts:
         for old in BASES:
@@ -753,7 +783,10 @@ def _affine(
     """
     if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.numel() < 2:
         return
+    # sorted, a * x + b has the same order or the reverse one, wherever its elements stand in the
+    # port
     mine = np.sort(array(value).reshape(-1))
+    # a constant has a line through anything
     if not np.isfinite(mine).all() or mine[-1] - mine[0] <= 1e-9 * abs(mine[-1]):
         return
     numbers = search.matching.lost_numbers
@@ -790,6 +823,7 @@ def other_values(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
     calls = search.program.calls
     for i, ref in search.positions(place):
         for other in _alike_before(search, place, ref):
+            # two parameters exchanged are exchanged where they are loaded
             load = ref.kind == other.kind == "state"
             cause = "swapped-parameters" if load else _why_taken(search, place, ref, other)
             words = f"{_named(search, ref)} is {_named(search, other)}"
@@ -820,6 +854,7 @@ def _alike_before(search: CauseSearch, place: int, ref: Ref) -> Iterator[Ref]:
             continue
         # zeros, as of a state at its start, are tried as such
         tells = bool(found.any()) or not found.is_floating_point()
+        # views of one memory are one value
         if tells and not any(found.is_set_to(v) for v in seen):
             seen.append(found)
             yield other
@@ -857,8 +892,10 @@ def _why_given(search: CauseSearch, place: int, ref: Ref, other: Ref) -> str:
     """Return the cause of a parameter or an input that is taken in place of a result."""
     calls = search.program.calls
     left_out = _between(search, ref, other)
+    # a sum with a value from before is a residual, whatever was left out between
     if left_out and calls[place].name.rstrip("_") != "add":
         names = {calls[k].name.rstrip("_") for k in left_out}
+        # a mean subtracted, and a division by the deviation or a product with its inverse
         if {"sub", "div"} <= names or {"sub", "mul"} <= names:
             return "missing-norm"
         return left_out_call(calls[left_out[0]], 0)
@@ -904,6 +941,7 @@ def _line_that_repeats(search: CauseSearch, place: int) -> set[int]:
     own = calls[place].where, calls[place].path
     line = {i for i, c in enumerate(calls) if (c.where, c.path) == own}
     again = sum(calls[i].name == calls[place].name for i in line)
+    # an operation of a loop is recorded once for each turn, at one line
     return line if own[0] and again > 1 else set()
 
 
@@ -963,6 +1001,8 @@ def _started_at_zero(search: CauseSearch, start: Ref, value: Ref, end: int) -> H
     def stepped(call: OperationCall, args: Any, kwargs: Any, get: Any) -> Any:
         outs = flat(call.op(*args, **kwargs))
         before = outs[start.index]
+        # torch's start is the first value: with zeros before it, that value is the first step's
+        # input
         instead = {start: torch.zeros_like(before), value: before}
         outs[start.index] = _ahead(
             search,
@@ -1051,6 +1091,7 @@ def _interleaved(search: CauseSearch, i: int, k: int) -> Iterator[Hypothesis]:
     size = search.matching.run.get(one.args[0]).shape[dim]
     mine = [list(range(size))[slice(*c.args[2:])] for c in (one, two)]
     both = sorted({*mine[0], *mine[1]})
+    # slices of different lengths, or that overlap, are no halves
     if len(both) != 2 * len(mine[0]):
         return
     half = len(both) // 2
@@ -1077,6 +1118,7 @@ def _of(search: CauseSearch, place: int, ref: Ref, transform: Alteration) -> Hyp
     cause = _transformed_as(search, place, ref, transform.cause)
     if isinstance(ref.kind, int):
         change = {ref.kind: of_result(transform.make, ref.index)}
+        # the place is where elements are moved, and not where that is seen first
         at = _moved_by(search, place, ref) if cause == "permuted" else None
         return Hypothesis(cause, words, change, at=at)
     leaves = {(ref.kind, ref.index): transform.make}
@@ -1128,6 +1170,7 @@ def _transformed_as(search: CauseSearch, place: int, ref: Ref, cause: str) -> st
         return "missing-bias" if bias else _WEIGHTS.get(cause, cause)
     call = search.program.calls[place]
     name = call.name.rstrip("_")
+    # RMS norm squares what layer norm has centered before
     if cause == "extra-norm" and name == "pow" and call.args[1] == 2:
         return "layer-for-rms-norm"
     if cause == "unit-offset":
@@ -1155,7 +1198,7 @@ def weights(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
 
 
 def altered(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
-    """Yield that an operand has its sign flipped, or 1 added: in this call, or in all of its line."""
+    """Yield that an operand has its sign flipped, or 1 added, in this call or in all of its line."""
     yield from _operands(search, place, signs)
 
 
@@ -1185,6 +1228,7 @@ def read_off(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
 def _orders_in_port(search: CauseSearch, mine: Any) -> Iterator[Alteration]:
     """Yield other orders along an axis in which the port has an array's numbers."""
     numbers = search.matching.side.numbers
+    # few different numbers have many orders
     if variety(mine) < LEAST:
         return
     wanted = np.sort(mine.reshape(-1))
@@ -1213,6 +1257,8 @@ def _order_along(mine: Any, theirs: Any, axis: int) -> list[int] | None:
     """
     rng = np.random.default_rng(0)
     rows, others = (np.moveaxis(a, axis, 0).reshape(a.shape[axis], -1) for a in (mine, theirs))
+    # each slice is told by one random projection: to compare all pairs of slices would take their
+    # square
     weights = rng.normal(size=rows.shape[1])
     own = rows @ weights
     wanted = others @ weights
@@ -1237,6 +1283,7 @@ def undone(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
             before = run.get(start)
             if not isinstance(before, torch.Tensor) or before.numel() != value.numel():
                 continue
+            # numbered elements are sent through the moves: where they come out is the permutation
             count = torch.arange(before.numel(), dtype=torch.float64).reshape(before.shape)
             moved = _with_others(program, ref.kind, {start: count}, run.get).reshape(-1).long()
             if moved.numel() != before.numel() or bool((moved == count.reshape(-1)).all()):
@@ -1350,6 +1397,7 @@ def _parameters_by_module(search: CauseSearch) -> dict[str, list[str]]:
     modules: dict[str, list[str]] = {}
     for name in search.program.names:
         value = search.matching.run.leaves["state", name]
+        # a counter such as `num_batches_tracked` is no parameter
         if value.is_floating_point() and value.numel() > 1:
             modules.setdefault(name.rpartition(".")[0], []).append(name)
     return modules
@@ -1372,6 +1420,7 @@ def _exchange(pairs: Sequence[tuple[str, str]], words: str, path: str) -> Hypoth
 
 def _exchanged_directions(path: str, names: Sequence[str]) -> Iterator[Hypothesis]:
     """Yield exchanges of the two directions of a recurrent layer, and one direction for both."""
+    # torch's names of a bidirectional layer
     ways = [(x, f"{x}_reverse") for x in names if f"{x}_reverse" in names]
     if not ways:
         return
@@ -1420,7 +1469,9 @@ def _nearest_modules(path: str, modules: Mapping[str, Any]) -> list[str]:
     parent, _, own = path.rpartition(".")
     others = [b for b in modules if b != path]
     return sorted(
-        others, key=lambda b: (b.rpartition(".")[0] != parent, b.rpartition(".")[2] != own)
+        # siblings first, then the module of the same name in another layer
+        others,
+        key=lambda b: (b.rpartition(".")[0] != parent, b.rpartition(".")[2] != own),
     )
 
 
@@ -1429,6 +1480,7 @@ def rewired(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
     line = _line_of(search, place)
     yield from _exchanged_numbers(search, line)
     calls = search.program.calls
+    # the number of pairs grows with the square
     refs = list(dict.fromkeys(chain.from_iterable(calls[i].refs for i in line)))[:12]
     for u, v in combinations(refs, 2):
         if not _may_be_exchanged(search, u, v):
@@ -1461,6 +1513,7 @@ def _exchanged_numbers(search: CauseSearch, line: Sequence[int]) -> Iterator[Hyp
     for i, k in combinations(line, 2):
         one = _number_in(calls[i])
         two = _number_in(calls[k])
+        # whole numbers are axes and sizes
         are_real = isinstance(one, float) and isinstance(two, float)
         if are_real and calls[i].name == calls[k].name and one != two:
             changes = {i: of_operand(1, lambda v, n=two: n), k: of_operand(1, lambda v, n=one: n)}
@@ -1473,6 +1526,7 @@ def _may_be_exchanged(search: CauseSearch, u: Ref, v: Ref) -> bool:
     y = search.matching.run.get(v)
     if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
         return False
+    # two parameters exchanged are `exchanged_parameters`
     return x.shape == y.shape and x.dtype == y.dtype and {u.kind, v.kind} != {"state"}
 
 
@@ -1499,6 +1553,8 @@ def together(search: CauseSearch, place: int) -> Iterator[Hypothesis]:
         for v in sources(operands[1]):
             if u == v or not isinstance(u.kind, int) or not isinstance(v.kind, int):
                 continue
+            # alike: a product of two tensors is the same where both are permuted along the axis it
+            # sums over
             second = {t.words: t for t in transforms(run.get(v)) if t.cause in PERMUTING}
             for first in transforms(run.get(u)):
                 if first.cause in PERMUTING and first.words in second:
@@ -1532,6 +1588,7 @@ def _done_later(search: CauseSearch, place: int, block: Sequence[int]) -> Iterat
     calls = program.calls
     read = dict.fromkeys(chain.from_iterable(calls[i].refs for i in block))
     outside = [r for r in read if r.kind not in block and r.kind != "state"]
+    # what goes through a block is numbers; masks and indices are beside it
     whole = [r for r in outside if search.matching.run.get(r).is_floating_point()]
     if not whole:
         return
@@ -1541,6 +1598,7 @@ def _done_later(search: CauseSearch, place: int, block: Sequence[int]) -> Iterat
     behind_it = breadth_first(list(block[-1:]), lambda i: program.readers.get(Ref(i, 0), []), 16)
     for end in islice(behind_it, 20):
         second = calls[end]
+        # a call that writes to memory cannot be moved alone, and the loss comes last in any order
         if not second.mutates and second.path != LOSS:
             pairs = ((first, second), (second, first))
             is_epsilon = any("sqrt" in root.name and _adds_little(term) for root, term in pairs)

@@ -19,8 +19,9 @@ from gradcheck_suite.port.matching import array, only_moves
 from gradcheck_suite.port.mistakes import is_activation
 from gradcheck_suite.port.number_sets import Array, Numbers
 from gradcheck_suite.port.own_functions import OwnFunction
+from gradcheck_suite.port.rounding import RESOLUTION, rounding_bounds
 from gradcheck_suite.port.search import ALIKE, Repairs, at_every_call
-from gradcheck_suite.port.sides import RESOLUTION, Point, Sides, input_name
+from gradcheck_suite.port.sides import Point, Sides, input_name
 from gradcheck_suite.port.torch_program import (
     Change,
     OperationCall,
@@ -63,7 +64,7 @@ def wrong_gradients(
     of each.
     """
     run = sides.jax_run(point)
-    allowed = sides.bounds(point).gradients
+    allowed = rounding_bounds(sides, point).gradients
     theirs = run.gradients
     observed = sides.gradients(run)
     parameters = [g for n, g in expected.items() if n in sides.map.offsets]
@@ -159,7 +160,7 @@ def _frontier(sides: Sides, point: Point, run: TorchRun, names: Iterable[str]) -
 
 def _cotangents_matched(sides: Sides, point: Point, run: TorchRun) -> dict[Ref, bool | None]:
     """Return, for each result of torch that has a gradient, whether the port has that gradient."""
-    bounds = sides.bounds(point)
+    bounds = rounding_bounds(sides, point)
     theirs = [g for g in sides.jax_run(point).gradients if g is not None]
     theirs += list(sides.jax_run(point).input_gradients.values())
     tolerance = max(10 * RESOLUTION, bounds.outputs if bounds.rounded else 0.0)

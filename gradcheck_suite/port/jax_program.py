@@ -136,6 +136,7 @@ def rounding_table(value: Any) -> tuple[Array, Array | None]:
     largest = np.abs(number[rounded]).max()
     units = np.full(number.shape, TABLE_MARGIN)
     if number.ndim and largest <= 1:
+        # positions lie along the longest axis of a table of sines, whose numbers are at most 1
         axis = int(np.argmax(number.shape))
         units += 2 * np.arange(number.shape[axis]).reshape(
             [-1 if d == axis else 1 for d in range(number.ndim)]
@@ -223,13 +224,16 @@ class Interpreter:
     def _bind(self, eqn: Any, values: list[Any]) -> list[Any]:
         params = dict(eqn.params)
         name = eqn.primitive.name
+        # its whole purpose is to round to fewer bits
         if name == "reduce_precision":
             return values[:1]
         if self._cast_at and name == CAST and line_of(eqn) == self._cast_at:
             values = [jnp.asarray(v).astype(params["new_dtype"]) for v in values]
         if name in CUSTOM or any(map(_is_jaxpr, params.values())):
+            # a rule of the author's, or a jaxpr that is not entered, was traced for its own dtypes
             self.rounded |= any(_is_low(v.aval) for v in eqn.invars)
             values = [_cast(v, var.aval) for v, var in zip(values, eqn.invars, strict=True)]
+        # the bits of a float32 are not those of a float64: what reads bits gets its own dtype
         elif name != "bitcast_convert_type":
             params |= {key: np.dtype("float64") for key in DTYPES if _names_low(params.get(key))}
             values = [in_float64(v) for v in values]
@@ -246,6 +250,7 @@ class Interpreter:
             outs, inside = self.run(jaxpr, consts, [*fixed, *state, *given], off)
             return outs[: len(carry)], (outs[len(carry) :], inside)
 
+        # a typed key of `jax.random.key` has a dtype that is none of numpy's
         start = [c if _is_key(c) else in_float64(jnp.asarray(c)) for c in carry]
         end, (ys, inside) = jax.lax.scan(
             body, start, (xs, eps), length=p["length"], reverse=p["reverse"]
@@ -267,6 +272,7 @@ class Interpreter:
 
     def _cond(self, eqn: Any, values: list[Any], eps: Any) -> tuple[list[Any], Any]:
         index, *args = values
+        # all of them run, and one is selected: what is inside of each is evidence
         runs = []
         for i, branch in enumerate(eqn.params["branches"]):
             runs.append(self.run(*_open(branch), args, None if eps is None else eps[i]))
@@ -371,6 +377,7 @@ def digest(closed: Any) -> str:
     """Return a name of what a jaxpr computes, the same in every process: its text and its
     constants.
     """
+    # addresses of functions, and places in files, are others in each process
     digest = hashlib.sha256(re.sub(r"0x[0-9a-f]+|\bat \S+>", "", str(closed)).encode())
     for jaxpr, consts in _with_inner(closed):
         read = chain.from_iterable(e.invars for e in jaxpr.eqns)
@@ -518,6 +525,7 @@ class JaxProgram:
 
     def _call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         if name not in self._made:
+            # a callback is a function of this process, which no file can hold
             self._made[name] = Stored(
                 function, *arguments, store="callback" not in "".join(self.primitives)
             )
@@ -584,6 +592,7 @@ class JaxProgram:
         shape = jax.eval_shape(lambda a: self._evaluate(a, custom=False)[1], arguments)
 
         def cotangents_of(given: Any) -> Any:
+            # zeros are added to every value: the gradient by them is that by the value
             zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
             return jax.grad(lambda eps: self._evaluate(given, custom=False, eps=eps)[0][-1])(zeros)
 

@@ -109,7 +109,7 @@ class StateMap:
         first: dict[int, int] = {}
         size = 0
         for name in self.names:
-            key = id(self.base[name])
+            key = id(self.base[name])  # tied names have one array
             if key not in first:
                 first[key] = size
                 size += self.base[name].size
@@ -207,6 +207,7 @@ class StateMap:
         own = self.pair.module.state_dict()
         load = self.pair.load
         assert load is not None
+        # copies: an author's `load` may write into what it is given
         given = {n: shaped_as(v, own[n]).numpy().copy() for n, v in state.items()}
         names = ", ".join(list(given)[:4]) + (", ..." if len(given) > 4 else "")
         hint = f"its state has numpy arrays by the names of state_dict(): {names}"
@@ -262,6 +263,7 @@ class StateMap:
             if leaf is not None:
                 for where in (leaf.index, leaf.second):
                     used = where >= 0
+                    # not `+=`, which counts an element once that reaches several places
                     np.add.at(
                         out, where[used], (leaf.factor * np.asarray(gradient).reshape(-1))[used]
                     )
@@ -279,6 +281,7 @@ class StateMap:
                 continue
             value = np.zeros(leaf.index.shape)
             used = leaf.index >= 0
+            # a leaf that is twice the tensor has half of its gradient
             value[used] = vector[leaf.index[used]] / leaf.factor[used]
             found.append(value.reshape(leaf.shape))
         return found
@@ -303,6 +306,7 @@ class StateMap:
         for name in self.names:
             part = self.base[name]
             step = {
+                # other steps for neighbours, so that a difference of two elements changes as well
                 n: v + 0.01 * (1 + np.arange(v.size).reshape(v.shape) % 3) if v is part else v
                 for n, v in self.base.items()
             }
@@ -372,6 +376,7 @@ class StateMap:
         found = list[Leaf | None]()
         for i, path in enumerate(self.model.paths):
             values = [leaves[i] for leaves in drawn]
+            # a leaf whose shape depends on the values is computed, not loaded
             if not is_float(values[0]) or len({np.shape(v) for v in values}) > 1:
                 found.append(None)
                 continue
@@ -403,6 +408,7 @@ class StateMap:
         first = [np.zeros(0, int)]
         second = [np.zeros(0, int)]
         for names in groups.values():
+            # each pair is a column of every drawn state: eight tensors have 28
             for a, b in combinations(names[:8], 2):
                 first.append(self.offsets[a] + np.arange(self.base[a].size))
                 second.append(self.offsets[b] + np.arange(self.base[a].size))
@@ -465,6 +471,8 @@ class _Lookup:
         if linear:
             with np.errstate(all="ignore"):
                 a = (v[1] - v[0]) / (x[1] - x[0])
+                # a factor of 0.9999999 is 1, of which rounding was in the states: a copy is to be
+                # exact
                 a = np.where(np.abs(a - np.round(a)) < FITS, np.round(a), a)
                 b = (v - a * x).mean(0)
             b = np.where(np.abs(b - np.round(b, 3)) < FITS, np.round(b, 3), b)
@@ -508,6 +516,7 @@ def _by_given_values(state_map: StateMap) -> list[Leaf | None]:
         found.append(leaf)
         place = np.clip(np.searchsorted(ordered, y - FITS * np.abs(y)), 0, max(len(ordered) - 1, 0))
         hit = np.abs(ordered[place] - y) <= FITS * np.abs(y)
+        # few different values, as of zeros and ones, fit any tensor of such
         if len(np.unique(y)) > max(1, len(y) // 2) and hit.all():
             leaf.index = order[place]
             leaf.offset = np.zeros(len(y))

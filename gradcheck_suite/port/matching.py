@@ -117,6 +117,7 @@ class Matching:
         self.status = [self._status(i) for i in range(len(program.calls))]
         every = chain.from_iterable(run.seen)
         mine = [array(v) for v in every if isinstance(v, torch.Tensor)]
+        # what torch has anywhere is not the port's alone
         mine += [array(v) for v in run.leaves.values()]
         known = Numbers([*mine, *self._inside_of_calls()], side.tolerance)
         self.lost = [
@@ -163,6 +164,8 @@ class Matching:
         if isinstance(old, torch.Tensor):
             was = array(old)
             if (
+                # a change that gives NaN where the port has none explains nothing, and NaN is left
+                # out of comparisons
                 np.isnan(value).any()
                 and not np.isnan(was).any()
                 and not any(np.isnan(o).any() for o in self.side.outs)
@@ -232,6 +235,7 @@ class Matching:
         ]
         for i in lost:
             self.status[i] = False
+        # what only moves numbers was passed through so far, and now is lost itself
         self._sources.clear()
         return sorted(lost), first
 

@@ -47,6 +47,7 @@ def plain_norm(
     """
     over = list(over)
     centred = x - x.mean(over, keepdim=True) if centre else x
+    # one element less one is no divisor
     variance = (centred**2).sum(over, keepdim=True) / max(
         math.prod(x.shape[d] for d in over) - ddof, 1
     )
@@ -84,6 +85,7 @@ def _norm(
 
     `groups` and `apart` are of group norm, `running` of batch norm.
     """
+    # `rms_norm` without an eps takes that of the dtype
     eps = a.values.get("eps") or torch.finfo(torch.float64).eps
     if groups or "group" in a.values:
         return _group_norm(
@@ -93,6 +95,7 @@ def _norm(
             apart=apart,
             **how,
         )
+    # layer norm and RMS norm name the axes by their sizes; batch norm has running statistics
     if "normalized_shape" in a.values:
         how.setdefault("centre", "bias" in a.values)  # an RMS norm has none
         axes = range(-len(a.normalized_shape), 0) if over is None else over
@@ -108,6 +111,7 @@ def _norm(
 def _group_norm(a: CallArguments, n: int, eps: float, *, apart: bool, **how: Any) -> Any:
     x = a.first
     inside = x.shape[1] // n
+    # channel i of a group stands n channels behind channel i - 1, and not beside it
     parts = x.unflatten(1, (inside, n)).transpose(1, 2).flatten(1, 2) if apart else x
     parts = plain_norm(parts.reshape(len(x), n, -1), (2,), eps, **how).reshape(x.shape)
     if apart:
@@ -177,6 +181,7 @@ def _convolution(a: CallArguments, low: Any, *, flip: bool = False, **others: An
     pads = []
     conv = torch.ops.aten.convolution
     if a.transposed:
+        # as long as torch lets it be, so that any part of the size of torch's can be cut out
         more = [max(s, 2) - 1 for s in stride]
         whole = conv(
             a.input,
@@ -191,6 +196,7 @@ def _convolution(a: CallArguments, low: Any, *, flip: bool = False, **others: An
         )
         return whole[(..., *[slice(b, b + s) for b, s in zip(lows, size, strict=True)])]
     for i in reversed(range(n)):
+        # the result keeps its size, whatever is padded in front
         need = (size[i] - 1) * stride[i] + dilation[i] * (weight.shape[2 + i] - 1) + 1
         pads += [lows[i], need - a.input.shape[2 + i] - lows[i]]
     x = F.pad(a.input, pads, **({"mode": others["mode"]} if "mode" in others else {}))
@@ -228,6 +234,7 @@ def _steps(name: str) -> Callable[[CallArguments, Any], Iterator[tuple[int, int]
             steps = {"stride": max(a.stride), "dilation": max(a.dilation), name: value}
             reach = steps["dilation"] * (a.weight.shape[2] - 1) + 1
             need = (out.shape[2] - 1) * steps["stride"] + reach - a.input.shape[2]
+            # "SAME" puts half of the padding in front, the smaller half; "VALID" puts none
             for low in sorted({need // 2, need - need // 2, 0, max(a.padding)}):
                 yield value, low
 
@@ -246,7 +253,9 @@ def _pooled(a: CallArguments, low: int, kind: str) -> Any:
     stride = _wide(a.stride or a.kernel_size, n)
     for i in reversed(range(n)):
         pads += [low, (size[i] - 1) * stride[i] + kernel[i] - x.shape[x.dim() - n + i] - low]
+    # a port that pads with zeros takes them for the maximum of negative numbers
     parts = F.pad(x, pads, value=-math.inf if kind == "maximum" else 0.0)
+    # how many elements of each window are no padding
     inside = F.pad(torch.ones_like(x), pads)
     for i in range(n):
         parts, inside = (v.unfold(x.dim() - n + i, kernel[i], stride[i]) for v in (parts, inside))
@@ -281,6 +290,7 @@ def _binned(a: CallArguments, kind: str) -> Any:
 
 def _resized(a: CallArguments, mode: str) -> Any:
     size = a.out().shape[2:]
+    # `jax.image.resize` has another cubic kernel than torch: -0.5 where torch has -0.75
     if mode.startswith("jax"):
         return _cubic(a.self, size)
     mode, _, smooth = mode.partition(" with ")
@@ -297,6 +307,7 @@ def _cubic(x: Any, size: Sequence[int], c: float = -0.5) -> Any:
     Positions outside of the input have no weight.
     """
     for axis, n in zip(range(2, x.dim()), size, strict=True):
+        # half-pixel centers
         at = (torch.arange(n, dtype=x.dtype) + 0.5) * x.shape[axis] / n - 0.5
         d = (at[:, None] - torch.arange(x.shape[axis], dtype=x.dtype)).abs()
         far = torch.where(d < 2, ((c * d - 5 * c) * d + 8 * c) * d - 4 * c, 0.0)
@@ -361,6 +372,7 @@ def is_activation(call: OperationCall) -> bool:
 
     Mathematics is none.
     """
+    # an `exp` may be a part of anything, and is seldom an activation
     if re.fullmatch(f"({MATH})_?", call.name):
         return False
     needed = [a for a in call.op._schema.arguments if not a.has_default_value()]
@@ -368,6 +380,7 @@ def is_activation(call: OperationCall) -> bool:
         torch.Tag.pointwise in call.op.tags
         or re.match("hardswish|log_sigmoid", call.name) is not None
     )
+    # a clamp needs its limits, and is used as an activation all the same
     return call.name.startswith("clamp") or (each and len(needed) == 1)
 
 
@@ -399,6 +412,7 @@ def over(a: CallArguments) -> list[int]:
     """Return the axes of a reduction."""
     dim = a.values.get("dim")
     n = a.first.dim()
+    # torch takes no axis, an empty list or None for all of them
     axes: list[Any] = list(dim) if isinstance(dim, list | tuple) else [dim]
     return list(range(n)) if axes in ([], [None]) else sorted(d % n for d in axes)
 
@@ -434,6 +448,7 @@ def _other_axes(a: CallArguments, out: Any) -> list[list[int]]:
 def _parts_of_axis(a: CallArguments, out: Any) -> list[tuple[int, int]]:
     """Return (first element, number of elements) of parts of the axis that is reduced."""
     n = a.first.shape[over(a)[0]] if len(over(a)) == 1 else 1
+    # without the first, as a class token, or without the last; the first or the last alone
     return [(1, n - 1), (0, n - 1), (0, 1), (n - 1, 1)] if n > 1 else []
 
 
@@ -447,6 +462,7 @@ def _scattered(a: CallArguments, kind: str) -> Any:
     index = (
         a.index
         if a.index.dim() == source.dim()
+        # `index_add` takes one index for a whole row, `scatter` one for each element
         else a.index.reshape(-1, *[1] * (source.dim() - 1 - a.dim))
     )
     return a.self.scatter_reduce(
@@ -499,6 +515,7 @@ def smoothed(logp: Any, target: Any, eps: float, *, others: bool, weight: Any, i
         ignore: target that does not count.
     """
     valid = target != ignore
+    # an ignored target is often -100, which is no class
     safe = torch.where(valid, target, 0)
     plain = -logp.gather(1, safe.unsqueeze(1)).squeeze(1)
     every = -logp.sum(1)
@@ -535,6 +552,8 @@ def _mask_of_sum(a: CallArguments) -> tuple[Any, Any] | None:
     """Return the additive mask of a sum and its other summand, None where neither is a mask."""
     for mine, other in ((a.self, a.other), (a.other, a.self)):
         both = isinstance(mine, torch.Tensor) and isinstance(other, torch.Tensor)
+        # what is added to hide something is large and negative; -1e4 is as low as people go in
+        # float16
         if both and mine.is_floating_point() and bool((mine <= -1e4).any()):
             return mine, other
     return None
@@ -571,6 +590,7 @@ EPS = (
     1e-2,
     1e-10,
     1e-9,
+    # the unit roundoffs of float64 and float32, as `jnp.finfo` gives them
     2.0**-52,
     2.0**-23,
     1e-15,

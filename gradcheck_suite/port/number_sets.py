@@ -63,6 +63,7 @@ def with_axes_aligned(observed: Array, expected: Array) -> Array:
         return observed
     if (axes := turn(observed.shape, expected.shape, observed, expected)) is not None:
         return observed.transpose(axes)
+    # an axis of one element may be anywhere; another reshape would mix elements
     if [n for n in observed.shape if n != 1] == [n for n in expected.shape if n != 1]:
         return observed.reshape(expected.shape)
     return observed
@@ -74,6 +75,7 @@ def turn(
     """Return the axes by which an array of one shape has to be transposed to another shape, or
     None.
     """
+    # six axes have 720 orders, each of which would be compared
     if shape == wanted or sorted(shape) != sorted(wanted) or len(shape) > 5:
         return None
     options = [a for a in permutations(range(len(shape))) if tuple(shape[i] for i in a) == wanted]
@@ -136,6 +138,7 @@ class Numbers:
         wanted = telling(value)
         if not len(wanted):
             return None
+        # most arrays are not here, which some of their numbers tell
         if len(wanted) > 64 and not self.has(wanted[:: len(wanted) // 32]).all():
             return False
         return bool(self.has(wanted).all())

@@ -19,8 +19,9 @@ from gradcheck_suite.port.jax_program import CAST, LOW, equations_in, line_of
 from gradcheck_suite.port.matching import array, outputs_error
 from gradcheck_suite.port.number_sets import Array
 from gradcheck_suite.port.pair import default_dtype, flat_output, is_float
+from gradcheck_suite.port.rounding import RESOLUTION, rounding_bounds
 from gradcheck_suite.port.search import Repairs
-from gradcheck_suite.port.sides import RESOLUTION, Sides
+from gradcheck_suite.port.sides import Sides
 from gradcheck_suite.port.torch_program import as_tensor
 
 MUCH = 8.0
@@ -72,7 +73,7 @@ def precision_findings(sides: Sides, dtype: str) -> Iterator[Precision]:
 
 def _of_chosen_dtypes(sides: Sides, exact: list[torch.Tensor]) -> Iterator[Precision]:
     program = sides.jax_program(sides.given)
-    bounds = sides.bounds(sides.given)
+    bounds = rounding_bounds(sides, sides.given)
     before = outputs_error(exact, sides.jax_run(sides.given).outs)
     if bounds.rounded and before > RESOLUTION:
         words = "a table of numbers is rounded to float32 on one side at least"
@@ -97,7 +98,7 @@ def _of_dtype(sides: Sides, dtype: str, exact: list[torch.Tensor]) -> Precision:
     leaves = [jnp.asarray(x, low) if is_float(x) else x for x in sides.leaves]
     inputs = [jnp.asarray(x, low) if is_float(x) else x for x in sides.given.inputs]
     closed = jax.make_jaxpr(
-        lambda *x: flat_output(sides.kept(sides.model.call(leaves, list(x))[0]))
+        lambda *x: flat_output(sides.outputs.kept(sides.model.call(leaves, list(x))[0]))
     )(*inputs)
     outs = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *jax.tree.leaves(inputs))
     off = outputs_error(exact, [array(o) for o in outs])
@@ -118,7 +119,7 @@ def _torch_outputs(sides: Sides, low: torch.dtype) -> list[Array]:
     tensors = map(as_tensor, sides.given.inputs)
     given = [t.to(low) if t.is_floating_point() else t for t in tensors]
     with torch.no_grad(), default_dtype(low):
-        kept = sides.kept(module(*given, **dict(sides.pair.kwargs)))
+        kept = sides.outputs.kept(module(*given, **dict(sides.pair.kwargs)))
     return [array(t) for t in flat_output(kept)]
 
 
@@ -142,7 +143,7 @@ def _worst_cast(sides: Sides, lines: list[str], exact: list[torch.Tensor]) -> _C
         _Cast(line, outputs_error(exact, program.with_cast(line, arguments))) for line in lines
     ]
     worst = max(casts, key=lambda one: one.error)
-    return worst if worst.error > sides.bounds(sides.given).outputs else None
+    return worst if worst.error > rounding_bounds(sides, sides.given).outputs else None
 
 
 def _at(lines: list[str]) -> str:

@@ -122,6 +122,8 @@ class Repairs:
             changes[index] = both(changes[index], change) if index in changes else change
         for key, function in hypothesis.leaves.items():
             before = leaves.get(key)
+            # a leaf that is another one is not changed further: the later change is about the other
+            # one
             if before is None or isinstance(function, Ref) or isinstance(before, Ref):
                 leaves[key] = function
             else:
@@ -137,6 +139,7 @@ class Repairs:
                 new = (
                     start[how.kind, how.index] if isinstance(how, Ref) else dense(how(leaves[key]))
                 )
+            # tied names have one tensor, and change together
             for other, value in start.items():
                 if value is start[key] and other[0] == key[0]:
                     leaves[other] = new
@@ -220,6 +223,7 @@ class CauseSearch:
         self._inside = set(region)
         order = self._order(first)[:PLACES]
         places = {
+            # the calls before a lost region may be what is wrong with it
             "region": [*self.read_by(first, 3), *region],
             "order": order,
             "first": first[:3],
@@ -234,11 +238,13 @@ class CauseSearch:
             if found is None or (not found.is_whole and (known or where == "last")):
                 return None
             known.append(found.value)
+            # results of several calls are not equal by chance: what explains all is near
             if not found.is_whole and found.value.gained >= MANY:
                 self.budget.left = min(self.budget.left, MORE)
             return found
 
         found = best_explanation(families, tried, Budget())
+        # a part that is explained before the budget ran out may not be the best part
         if found is None or (self.budget.stopped and not found.is_whole):
             return None
         return found.value
@@ -305,6 +311,7 @@ class CauseSearch:
         are looked at.
         """
         value = self.local(place, hypothesis)
+        # one number everywhere is found in many places of a port
         if value is None or (hypothesis.cause not in FLAT and self._flattens(hypothesis)):
             return False
         if self.matching.is_new(value, self.matching.run.seen[place]):
@@ -320,6 +327,7 @@ class CauseSearch:
         sides have: these explain nothing by themselves.
         """
         is_small = len(self.region) < 4 or place in self.region[-4:]
+        # near the end of a small region a run to the end costs little
         if self._spare <= 0 and not is_small:
             return False
         self._spare -= 1
@@ -361,6 +369,7 @@ class CauseSearch:
         if found is None:
             return None
         is_whole = found.error <= self.close
+        # what explains all needs no further reason
         if not is_whole and (self._hides(found) or self._is_scanty(found)):
             return None
         return Explanation(found, is_whole, found.gained)
@@ -373,6 +382,7 @@ class CauseSearch:
         """
         if found.hypothesis.cause not in ("missing-term", "other-value"):
             return found.hypothesis.cause in ("zeros", "unused-parameter")
+        # calls of one name, line and module are the turns of a loop
         kinds = [(c.name, c.where, c.path) for c in self.program.calls]
         mine = kinds[min(found.hypothesis.changes, default=found.place)]
         return any(kinds[i] == mine and i not in found.new for i in self.region)
@@ -398,6 +408,7 @@ class CauseSearch:
             if run is None:
                 return False
             ends = self._off(run, side)
+            # a witness is at other numbers, whose rounding may be a few times as large
             close = max(10 * witness.allowed, self.close)
             if found.error <= self.close and ends <= close:
                 continue
@@ -428,6 +439,7 @@ class CauseSearch:
         if any(_is_nan_alone(a, b) for a, b in zip(run.outs, side.outs, strict=False)):
             return None  # what is NaN is not compared
         error = self._off(run, side)
+        # the first lost calls say most, and each is compared with all values of the port
         looked = sorted({place, *self.region[:60]})
         new = {i: self.matching.is_new(run.seen[i], self.matching.run.seen[i]) for i in looked}
         return FoundChange(
@@ -444,12 +456,14 @@ class CauseSearch:
         """
         best = found
         leaves = in_every_layer(self.program.names, found.hypothesis.leaves)
+        # a weight that is loaded wrongly is loaded so in each layer
         if len(leaves) > len(found.hypothesis.leaves) and found.error > self.close:
             words = f"{found.hypothesis.words}, in every layer"
             every = self.test(found.place, replace(found.hypothesis, leaves=leaves, words=words))
             if every is not None and every.is_better_than(best):
                 return every
         tried = [set(found.hypothesis.changes)]
+        # the narrowest likeness first: a change that fits fewer calls is undone by fewer of them
         for alike in ALIKE:
             if best.error <= self.close:
                 return best
@@ -494,6 +508,7 @@ class CauseSearch:
             [start, *islice(breadth_first([start], lost_readers, PLACES), PLACES)]
             for start in first[:PLACES]
         ]
+        # by turns, so that a long chain behind one call does not use up the places of the others
         turns = zip_longest(*(one[:PLACES] for one in chains))
         return [i for i in dict.fromkeys(chain.from_iterable(turns)) if i is not None]
 
@@ -610,6 +625,7 @@ def recomputed(
             call = program.calls[i]
             args = with_tensors(call.args, value)
             kwargs = with_tensors(call.kwargs, value)
+            # the recorded tensors stay as they are for the next hypothesis
             if call.mutates:
                 args = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
             change = changes.get(i)
@@ -633,6 +649,7 @@ def _parameters(program: TorchProgram, index: int) -> Any:
     every time step.
     """
     level = {index}
+    # an affine map and its bias are a few calls away; what is further off is another layer
     for _ in range(8):
         refs = list(chain.from_iterable(program.calls[i].refs for i in level))
         if found := frozenset(r.index for r in refs if r.kind == "state"):
@@ -675,6 +692,7 @@ def at_every_call(
             or (call.name, call.where) != (calls[mine].name, calls[mine].where)
         ):
             continue
+        # a hypothesis of several calls moves as a whole
         moved = [i + by for i in hypothesis.changes]
         fits = all(0 <= i < len(calls) and calls[i].name == calls[i - by].name for i in moved)
         fits = fits and alike(program, index) == alike(program, mine)
@@ -696,6 +714,7 @@ def in_every_layer(names: Sequence[str], leaves: Mapping[Any, Any]) -> dict[Any,
                 or ("state", other) in made
             ):
                 continue
+            # an exchange with another tensor is one with the tensor of the same layer
             numbers = dict(zip(re.findall(r"\d+", name), re.findall(r"\d+", other), strict=True))
             if not isinstance(change, Ref):
                 made["state", other] = change

@@ -171,7 +171,7 @@ def _beyond(numbers: Iterable[int]) -> list[int]:
 
 def _whole(value: Any) -> Iterator[int]:
     """Yield the sizes of the whole numbers in arguments, also those in lists."""
-    if isinstance(value, bool | str):
+    if isinstance(value, bool | str):  # True is 1 to Python
         return
     if isinstance(value, Mapping):
         value = list(value.values())

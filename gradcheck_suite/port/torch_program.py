@@ -171,6 +171,8 @@ def _key(tensor: torch.Tensor) -> Any:
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether two tensors of one storage share elements."""
+    # strides may leave gaps, so that two tensors may lie within each other and share nothing: the
+    # elements are drawn and compared
     size = a.untyped_storage().nbytes() // min(a.element_size(), b.element_size())
     first = torch.zeros(size, dtype=torch.bool)
     first.as_strided(a.shape, a.stride(), a.storage_offset()).fill_(True)
@@ -199,6 +201,7 @@ class _OperationRecorder(Mode):
             self._note(tensor, Ref(kind, index))
 
     def _note(self, tensor: torch.Tensor, ref: Ref, keyed: bool = True) -> None:
+        # an id is one as long as its object is alive
         self._kept.append(tensor)
         self._ids[id(tensor)] = ref
         if keyed and tensor.numel():
@@ -210,6 +213,7 @@ class _OperationRecorder(Mode):
         One from elsewhere, as of a buffer that is not saved, is a constant.
         """
         found = self._ids.get(id(tensor))
+        # a tensor without elements has no address: all of one shape would be taken for one
         if found is None and tensor.numel():
             found = self._keys.get(_key(tensor))
         if found is None:
@@ -222,12 +226,13 @@ class _OperationRecorder(Mode):
         """Return the calls that wrote into a tensor's memory after the call that made it."""
         if not isinstance(ref, Ref) or not tensor.numel():
             return []
-        since = ref.kind if isinstance(ref.kind, int) else -1
+        since = ref.kind if isinstance(ref.kind, int) else -1  # state and inputs come first of all
         later = [i for i in self._writes.get(tensor.untyped_storage().data_ptr(), []) if i > since]
         return [Ref(i, 0) for i in later if _overlap(tensor, self.calls[i].outs[0])]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.before_each()
+        # a cast to float32 that the author wrote would round: the program is judged in float64
         kwargs = without_low(kwargs or {})
         written = self._written((args, kwargs))
         template = pytree.tree_map_only(torch.Tensor, self.ref, (args, kwargs))
@@ -256,6 +261,7 @@ class _OperationRecorder(Mode):
 
         Return what notes its results.
         """
+        # asked before the call, which may write into its arguments
         refs = [self.ref(tensor) for tensor in given.tensors]
         start = len(self.calls)
         # the results may be noted later, when another module's operation begins
@@ -263,6 +269,7 @@ class _OperationRecorder(Mode):
         where = _line()
 
         def end(out: Any) -> Any:
+            # a reentrant checkpoint runs without autograd, and once more with it in the backward
             if kind.__name__ == CHECKPOINTED:
                 for call in self.calls[start:]:
                     call.grad = True
@@ -310,8 +317,10 @@ class _OperationRecorder(Mode):
         """Note the results of the last call."""
         index = len(self.calls) - 1
         first = call.outs[0] if call.outs else None
+        # from here on, the memory stands for the result of this call
         if call.mutates and isinstance(first, torch.Tensor) and first.numel():
             self._writes.setdefault(first.untyped_storage().data_ptr(), []).append(index)
+            # an in-place operation returns its own argument: what reads it later reads this call
             self._ids.pop(id(first), None)
             self._keys[_key(first)] = Ref(index, 0)
         for j, tensor in enumerate(call.outs):
@@ -363,6 +372,7 @@ def attention(
     enable_gqa: bool = False,
 ) -> Any:
     """Compute what `torch.nn.functional.scaled_dot_product_attention` computes, with its arguments."""
+    # torch repeats each key for a group of queries
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
@@ -408,11 +418,18 @@ class _Steps(TorchFunctionMode):
 
 @contextmanager
 def _attention_in_steps(recorder: _OperationRecorder) -> Iterator[None]:
+    # the fast path of `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` in evaluation is one
+    # fused operation, which has no scores and no weights to compare
     fast = torch.backends.mha.get_fastpath_enabled()
     functional = nn.functional
+    # in eval mode, torch's encoder computes a whole layer by one fused call, which has no steps
     torch.backends.mha.set_fastpath_enabled(False)
+    # by name, too: inside of a function of torch's that is written in Python, as
+    # `multi_head_attention_forward`, the mode `_Steps` is off
     functional.scaled_dot_product_attention = attention
+    # for self-attention it is one product of three times the width, which no port has to make
     packed = getattr(functional, _PACKED)
+    # `multi_head_attention_forward` reads the name in its own module
     setattr(functional, _PACKED, _projections)
     try:
         with _Steps(recorder):
@@ -429,6 +446,7 @@ def as_tensor(value: Any) -> Any:
         return pytree.tree_map(as_tensor, value)
     if not hasattr(value, "__array__") or isinstance(value, torch.Tensor):
         return value
+    # a copy: an array of JAX is read-only
     found = torch.as_tensor(np.array(value))
     return found.double() if found.is_floating_point() else found
 
@@ -497,6 +515,7 @@ def _changed(
         # later calls may be views that fit the memory of the result that was recorded
         return [v.contiguous() if isinstance(v, torch.Tensor) else v for v in made]
     made = flat(change(call, [args[0].clone(), *args[1:]], kwargs, get))
+    # later calls read the memory, and not the result
     args[0].copy_(made[0])
     return [args[0], *made[1:]]
 
@@ -591,6 +610,7 @@ class TorchProgram:
             yield
 
     def _needed(self) -> set[int]:
+        # what writes into memory may change a tensor that it does not return, as through a view
         todo = [r.kind for r in self.ends] + [i for i, c in enumerate(self.calls) if c.mutates]
         found: set[int] = set()
         while todo:
@@ -651,6 +671,7 @@ class TorchProgram:
                 kwargs = with_tensors(call.kwargs, get)
                 with torch.set_grad_enabled(grad and (call.grad or index in opened)):
                     change = changes.get(index)
+                    # autograd goes through the operations inside, so that the Function is skipped
                     if index in opened and isinstance(call.op, OwnFunction):
                         made = [args[0]]
                     elif change is None:
@@ -658,6 +679,7 @@ class TorchProgram:
                     else:
                         made = _changed(call, change, args, kwargs, get)
             values.append(made)
+            # only where something is written in place may a result change after its call
             copies = (
                 [v.detach().clone() if isinstance(v, torch.Tensor) else v for v in made]
                 if self.mutates

@@ -51,6 +51,7 @@ def _of_mask(x: Any) -> Iterator[Alteration]:
     yield Alteration("mask-polarity", "inverted", lambda v: ~v)
     yield Alteration("missing-mask", "false everywhere", torch.zeros_like)
     yield Alteration("missing-mask", "true everywhere", torch.ones_like)
+    # the last two axes of a mask are queries and keys
     for d in range(max(x.dim() - 2, 0), x.dim()):
         for s in (1, -1):
             yield Alteration(
@@ -68,6 +69,7 @@ def _of_mask(x: Any) -> Iterator[Alteration]:
                 f"true from diagonal {k} on ({side})",
                 lambda v, k=k, s=side: _band(v, s, k),
             )
+    # a query that sees no key gives NaN: some ports leave the first one its own
     corner = torch.zeros(n, m, dtype=torch.bool)
     corner[0, 0] = True
     yield Alteration(
@@ -117,6 +119,7 @@ def exchanges(x: Any) -> Iterator[Alteration]:
 def _regroupings(d: int, n: int) -> Iterator[Alteration]:
     """Yield an axis of outer * inner elements read as inner * outer, whole or in blocks."""
     for a in range(2, n):
+        # heads and groups are few: a long axis has many divisors that nobody reshapes by
         if n % a == 0 and (n <= 64 or a <= 16 or n // a <= 16):
             words = f"with axis {d} read as {n // a} by {a}"
             yield Alteration(
@@ -151,6 +154,7 @@ def _exchanges_along(d: int, n: int) -> Iterator[Alteration]:
             f"with the halves of axis {d} exchanged",
             lambda v: v.roll(n // 2, d),
         )
+    # queries, keys and values are three blocks, the gates of an LSTM four
     for k in (3, 4):
         if n % k or n <= k:
             continue

@@ -11,7 +11,6 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, combinations, product
@@ -26,6 +25,7 @@ from torch import nn
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.port.alterations import Alteration, AlterationFamily
 from gradcheck_suite.port.budget import Budget
+from gradcheck_suite.port.changes import is_refusal, of_ours
 from gradcheck_suite.port.explanation import Explanation, best_explanation
 from gradcheck_suite.port.jax_program import Stored, in_double
 from gradcheck_suite.port.mapping import Leaf, StateMap
@@ -583,6 +583,10 @@ class Updates:
         leaves: of the JAX parameters there.
         gradient: parameter -> gradient of torch.
         budget: of the judgement.
+
+    Attributes:
+        leaves: those that are judged.
+        odd: exceptions of this package, in words: an attempt that raised one was left out.
     """
 
     def __init__(
@@ -594,6 +598,7 @@ class Updates:
         budget: Budget,
     ) -> None:
         self._budget = budget.of(CANDIDATES)
+        self.odd: list[str] = []
         self._map = state_map
         pair = state_map.pair
         own = dict(pair.module.named_parameters())
@@ -700,7 +705,7 @@ class Updates:
         sources = chain.from_iterable(map(self._map.sources, leaves))
         names = {own[n]: n for n in sources if n in own}
         settings = list(_settings(self._recipe, self._gradients, names))
-        found = best_explanation(self._attempts(settings, at), _made, self._budget)
+        found = best_explanation(self._attempts(settings, at), self._tried, self._budget)
         cause, words = found.value if found else ("unknown", f"other steps{self._budget.words}")
         return UpdateFault(
             cause,
@@ -730,6 +735,16 @@ class Updates:
             if a.cause != b.cause:
                 yield partial(self._by_settings, a, b)
 
+    def _tried(self, attempt: Attempt) -> Explanation[tuple[str, str]] | None:
+        """Return what an attempt explains, None where an optimizer does not take what it is given."""
+        try:
+            found = attempt()
+        except Exception as error:
+            if not is_refusal(error) and (words := of_ours(error)) not in self.odd:
+                self.odd.append(words)
+            return None
+        return None if found is None else Explanation(found)
+
     def _by_settings(self, *settings: Setting) -> tuple[str, str] | None:
         """Return the causes of settings that explain the steps together, and what they are in
         words.
@@ -741,19 +756,15 @@ class Updates:
 
     def _explains(self, *settings: Setting) -> bool:
         r = self._recipe
-        module = self._map.pair.module
-        try:
-            for setting in settings:
-                r = setting.make(r)
-            made = torch_steps(
-                module,
-                lambda _: r.made(),
-                self._start,
-                r.gradients,
-                r.rates,
-            )
-        except Exception:  # an optimizer of another kind may take no such setting
-            return False
+        for setting in settings:
+            r = setting.make(r)
+        made = torch_steps(
+            self._map.pair.module,
+            lambda _: r.made(),
+            self._start,
+            r.gradients,
+            r.rates,
+        )
         return not self.wrong(made[0])
 
     def _by_other_rates(self, setting: Setting | None) -> tuple[str, str] | None:
@@ -762,11 +773,8 @@ class Updates:
         A step is proportional to its learning rate, so that the port's can be read off its steps,
         whatever schedule it has.
         """
-        try:
-            recipe = self._recipe if setting is None else setting.make(self._recipe)
-            rates = self._rates_read_off(recipe)
-        except Exception:  # an optimizer of another kind may take no such setting
-            return None
+        recipe = self._recipe if setting is None else setting.make(self._recipe)
+        rates = self._rates_read_off(recipe)
         if rates is None:
             return None
         words = _rates_in_words([r[0] for r in rates], [r[0] for r in recipe.rates])
@@ -833,16 +841,19 @@ class Updates:
     def _by_kind(self, kind: str, at: int, as_torch: bool) -> tuple[str, str] | None:
         """Return an optimizer of optax by whose steps a leaf moves."""
         make = vars(imported("optax"))[kind]
-        # it may be no optimizer, take no schedule, or need more than gradients
-        with suppress(Exception):
-            known = inspect.signature(make).parameters
-            given = {k: v for k, v in self._torch_settings().items() if as_torch and k in known}
-            if "learning_rate" in known:
-                optimizer = make(learning_rate=self._rate(), **given)
-                if self._moves_alike(optimizer, at):
-                    how = "torch's settings" if as_torch else "its own settings"
-                    return "optimizer-kind", f"optax.{kind} with {how}"
-        return None
+        # of functions that take a learning rate, one may take no schedule, or need more than
+        # gradients: it raises then, and is no answer
+        if not callable(make):
+            return None
+        known = inspect.signature(make).parameters
+        if "learning_rate" not in known:
+            return None
+        given = {k: v for k, v in self._torch_settings().items() if as_torch and k in known}
+        optimizer = make(learning_rate=self._rate(), **given)
+        if not hasattr(optimizer, "update") or not self._moves_alike(optimizer, at):
+            return None
+        how = "torch's settings" if as_torch else "its own settings"
+        return "optimizer-kind", f"optax.{kind} with {how}"
 
     def _torch_settings(self) -> dict[str, Any]:
         """Return the settings of torch's optimizer under optax's names, too."""
@@ -872,11 +883,6 @@ class Updates:
 
 Attempt = Callable[[], tuple[str, str] | None]
 """Tries to explain the steps: returns a cause, and what the port does in words."""
-
-
-def _made(attempt: Attempt) -> Explanation[tuple[str, str]] | None:
-    found = attempt()
-    return found and Explanation(found)
 
 
 def _rates_in_words(theirs: Sequence[float], mine: Sequence[float]) -> str:

@@ -38,6 +38,7 @@ def nodes_from(nodes: Iterable[Any]) -> Iterator[Any]:
     pending: list[Any] = list(nodes)
     while pending:
         node = pending.pop()
+        # a graph is no tree: a tensor that is used twice is reached twice
         if node is None or node in seen:
             continue
         seen.add(node)

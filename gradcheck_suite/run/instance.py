@@ -112,6 +112,7 @@ class AutocastRecorder:
 
     def __call__(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """Return the loss."""
+        # a loss under `no_grad` is looked at and not trained on: its precision does not matter
         if torch.is_grad_enabled() and torch.is_autocast_enabled(self._device):
             self.compute = coarsest(
                 self.compute, dtype_name(torch.get_autocast_dtype(self._device))
@@ -145,6 +146,7 @@ def map_leaves(function: Callable[[torch.Tensor], Any], batch: Batch) -> Batch:
         return function(batch)
     if isinstance(batch, dict):
         return {name: map_leaves(function, value) for name, value in batch.items()}
+    # a named tuple takes its fields one by one, other tuples and lists take an iterable
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(map_leaves(function, value) for value in batch))
     if isinstance(batch, list | tuple):
@@ -248,6 +250,7 @@ def epoch_of(loader: DataLoader[Any]) -> Callable[[], int]:
     """Return a function that returns the index of the pass over a loader of `loader_over`."""
     sampler = loader.batch_sampler
     assert isinstance(sampler, MicroBatchSampler)
+    # asked inside of a pass, which has been counted when it began
     return lambda: sampler.passes - 1
 
 
@@ -283,6 +286,7 @@ class _Given:
         self._called = False
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
+        # a given output stands for one call: of several, each would have another one
         if self._called:
             raise CannotRunHere(
                 f"{NEEDED}; this one calls its model several times: use run.loss(model, batch)"
@@ -331,7 +335,10 @@ class Pairs:
         """
         with torch.no_grad():
             x = model_input(self._loss, batch)
+        # by identity: the target may be equal to the input
         others = [leaf for leaf in tensor_leaves(batch) if leaf is not x]
+        # several tensors are no one target; and where the input is none of the batch's own tensors,
+        # it was computed from the batch, all of which the loss may read again
         if len(others) != 1 or len(others) == len(list(tensor_leaves(batch))):
             return x, batch
         self._batch = batch
@@ -564,6 +571,8 @@ def generated_instance(case: Case) -> Instance:
     rounded = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
     whole = needs_batch(spec)
     problem = Problem(
+        # drawn in float64 and rounded later: a case has the same values in every dtype, up to its
+        # rounding
         model=lambda seed: build_model(spec, seed, torch.float64),
         batch=lambda items, seed: Items(rounded).__getitems__(range(items)),
         loss=lambda model, batch: kind.torch_loss(
@@ -577,6 +586,7 @@ def generated_instance(case: Case) -> Instance:
         n: t.to(torch.float64).numpy() if t.is_floating_point() else t.numpy()
         for n, t in data.items()
     }
+    # after `arrays`, which the references in numpy read
     data = {name: tensor.to(device) for name, tensor in data.items()}
     return Instance(
         case=case,
@@ -593,6 +603,7 @@ def user_instance(case: Case, problem: Problem) -> Instance:
     device = checked_device(case.device)
     total = case.plan.total_items
     dtype = torch_dtype(case.dtype)
+    # asked for once: a second call may draw other items for the same seed
     given = problem.batch(total, case.seed)
     data = map_leaves(
         lambda t: t.to(device, dtype) if t.is_floating_point() else t.to(device), given
@@ -604,6 +615,7 @@ def user_instance(case: Case, problem: Problem) -> Instance:
             f" {type(given).__name__} with none in it"
         )
     for tensor in tensors:
+        # items are cut up along the first axis of every tensor
         if tensor.ndim == 0 or len(tensor) != total:
             raise UsageError(
                 f"Problem.batch({total}, seed) must return tensors of leading dimension {total},"

@@ -38,6 +38,7 @@ Function = Callable[..., jax.Array]
 
 def to_torch(array: Any) -> torch.Tensor:
     """Return a copy of an array as a tensor of the same dtype."""
+    # numpy's own conversion to torch knows no bfloat16; float32 holds it exactly
     if str(array.dtype) == "bfloat16":
         return torch.from_numpy(np.array(array, np.float32)).to(torch.bfloat16)
     return torch.from_numpy(np.array(array))
@@ -47,6 +48,8 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
     """Return a copy of a tensor as an array of the same dtype."""
     if tensor.dtype is torch.bfloat16:
         return jnp.asarray(tensor.detach().float().numpy(), jnp.bfloat16)
+    # a copy: `jnp.asarray` may share the tensor's memory, into which a function with donated buffers
+    # may write
     return jnp.array(tensor.detach().numpy())
 
 
@@ -239,6 +242,7 @@ def _expect_pure(problem: Problem, params: Any) -> None:
         )
     first, *others = (float(value) for value in found)
     if not all(
+        # compiled and eager code round in other orders; NaN is not equal to itself
         math.isclose(first, other, rel_tol=1e-4, abs_tol=1e-6) or first != first != other
         for other in others
     ):
@@ -307,6 +311,7 @@ class _UpdateCall:
         """Whether another call has the same state, perhaps made by another `init`, and the same
         gradient.
         """
+        # states that `init` has made have negative numbers
         if max(self.parent, 0) != max(other.parent, 0):
             return False
         return all(
@@ -393,6 +398,8 @@ class JaxObserver:
                 "run.optimizer.update takes the state that its init returned, got"
                 f" {type(state).__name__}"
             )
+        # ordered callbacks are refused under `pmap` with an error that names neither the loop nor a
+        # way out
         if _is_called_from("/jax/_src/pmap.py"):
             raise TypeError(
                 "run.optimizer.update is called under jax.pmap, which is not supported: use"
@@ -426,6 +433,7 @@ class JaxObserver:
         """
         found = jax.tree.leaves(tree)
         shapes = [leaf.shape for leaf in self._leaves]
+        # the container may be another one: `jax.tree.map` over a dataclass gives the same leaves
         if [leaf.shape for leaf in found] == shapes:
             return found
         sizes = [leaf.size for leaf in self._leaves]
@@ -449,9 +457,12 @@ class JaxObserver:
             for part in (gradient, params, made)
         )
         with self._lock:
+            # a callback cannot raise through a compiled function: the loop is stopped at its next
+            # batch
             if len(self._calls) >= self._limit:
                 self.exceeded = True
                 return np.int32(parent)
+            # each device calls back by itself: a call is whole when all of them have
             of_parent = [call for call in self._calls if call.parent == int(parent)]
             if not of_parent or len(of_parent[-1].seen) == of_parent[-1].devices:
                 self._calls.append(
@@ -696,6 +707,7 @@ def _run_loop(
             time_limit_s,
             expect=_expect_jax,
             exceeded=lambda: observer.exceeded,
+            # callbacks run when the device gets to them, which may be after the loop has returned
             finish=jax.effects_barrier,
         )
     steps = observer.steps(case.plan.steps)
@@ -796,6 +808,7 @@ def _observations(
     first = names[0]
     places = {0: 0} | {call.number: place + 1 for place, call in enumerate(steps)}
     for call in steps:
+        # a replicated update may be called back on one device alone
         gradient, params, made = call.seen.get(device) or next(iter(call.seen.values()))
         given = (
             expected

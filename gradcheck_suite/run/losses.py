@@ -163,6 +163,8 @@ class LossRecorder:
         loss = self._loss(model, batch)
         if loss.requires_grad:
             self.calls.append(call)
+            # a hook on the loss is called with what backward hands to it, before the graph below is
+            # walked
             loss.register_hook(call.note)
         return loss
 

@@ -301,6 +301,7 @@ def fault_between(
         )
     for name, kept in ({} if state is None else previous.state_after).items():
         assert state is not None
+        # keys of a state may be of any type, and are sorted as texts
         if lost := sorted(map(str, kept.keys() - state.get(name, {}).keys())):
             sentence = f"the optimizer's state of {name} was lost {when}: {', '.join(lost)}"
             return ParameterFault("optimizer-state-changed", name, sentence)
@@ -333,6 +334,7 @@ def fault_before(
         settings: whether the optimizer's settings are judged.
         scheduled: whether a scheduler of torch has stepped.
     """
+    # what was changed before the step comes first: after it, the step itself looks wrong
     if fault := fault_between(
         previous, observation.evaluations[0].parameters, start, observation.state
     ):
@@ -361,6 +363,7 @@ def fault_of_step(
         previous: the previous step, whose state this one continues.
         observation: the step.
     """
+    # what a step left was computed from the updates, as in JAX, and so cannot contradict them
     if observation.is_computed:
         return None
     before = observation.evaluations[0].parameters
@@ -374,6 +377,8 @@ def fault_of_step(
     if not differing:
         return None
     allowed = dict.fromkeys(differing, 0.0)
+    # the same code on the same values has the same bits: only a step that was not repeatable, such
+    # as a compiled one, is allowed rounding
     if make_optimizer is not None and not observation.repeatable:
         allowed = rounding(make_optimizer, observation, previous.state_after)
     for name in differing:
@@ -429,6 +434,8 @@ def stepped(
         # an optimizer that evaluates more often than it did finds the last gradients again
         evaluation = next(evaluations, observation.evaluations[-1])
         for name, p in parameters.items():
+            # a sparse gradient is handed on as one: optimizers such as SparseAdam skip rows without
+            # an entry
             seen = evaluation.sparse.get(name, evaluation.gradients[name])
             p.grad = None if seen is None else seen.clone()
         return evaluation.loss
@@ -536,6 +543,7 @@ def largest_error(observed: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the largest |observed - expected|; NaN where an element of either is."""
     if observed.shape != expected.shape or not expected.numel():
         return 0.0 if observed.shape == expected.shape else float("inf")
+    # complex parameters stay complex
     wide = torch.promote_types(torch.float64, expected.dtype)
     difference = observed.detach().to("cpu", wide) - expected.to("cpu", wide)
     return float(difference.abs().max())

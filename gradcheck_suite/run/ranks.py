@@ -54,6 +54,7 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            # numpy has no bfloat16: its bits go as those of an int16
             plain = value.detach().cpu()
             is_bfloat16 = value.dtype is torch.bfloat16
             array = (plain.view(torch.int16) if is_bfloat16 else plain).numpy()
@@ -164,10 +165,13 @@ class Patience:
         """
         now = time.monotonic()
         used = self._processor()
+        # ranks that wait inside a collective use next to no processor; one that computes moves the
+        # clock on
         if sum(used) - sum(self._last) > IDLE * PAUSE_S:
             self._still_since = now
             self._last = used
         if now - self._still_since > STILL_S:
+            # one rank that sleeps or reads a file is no deadlock: the others wait for it
             self.deadlock = all(_waits(self.stack(rank)) for rank in open_ranks)
             self._still_since = now
 
@@ -187,6 +191,8 @@ class Patience:
         with contextlib.suppress(OSError):
             file.write_text("")
             os.kill(self._pids[rank], signal.SIGUSR1)
+            # half a second: a process that is stopped or swapped out does not answer a signal at
+            # once
             for _ in range(100):
                 time.sleep(0.005)
                 if (text := file.read_text()).endswith("\n"):
@@ -207,6 +213,7 @@ class Patience:
             fields = ["0"] * 13  # of a process that has ended
             with contextlib.suppress(OSError):
                 fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            # user and system time, fields 14 and 15 of proc(5): the two before the name are cut off
             found.append((int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
         return found
 
@@ -230,6 +237,7 @@ def place_of(stack: str) -> str:
         return "an unknown place"
     own = next((frame for frame in frames if _is_of_loop(frame["file"])), frames[-1])
     before = frames[: frames.index(own)]
+    # torch wraps its collectives to log them; the wrapper's name says nothing
     inner = [f for f in before if owner_of(f["file"]) is Owner.TORCH and f["name"] != "wrapper"]
     where = f"{Path(own['file']).name}, line {own['line']}"
     return f"{inner[-1]['name']} ({where})" if inner else where
@@ -290,6 +298,7 @@ class Pool:
         while True:
             if not self._ranks:
                 self._start()
+            # it may have been sent ahead, and run already
             if request not in (*self._sent, *self._waiting):
                 self._waiting.append(request)
             self._send()
@@ -315,6 +324,7 @@ class Pool:
         message = packed(self._sent[0])
         try:
             for connection in self._ranks:
+                # a rank that has ended is noticed where its answer is awaited
                 with contextlib.suppress(ConnectionError):
                     connection.send_bytes(message)
         except BaseException:
@@ -335,7 +345,10 @@ class Pool:
             self._sent.clear()
             self._send()
             return done
+        # before the ranks are ended: a process that is gone has no stack
         stacks = [patience.stack(r) if answer is None else "" for r, answer in enumerate(answers)]
+        # after one rank has failed, the others may wait for it in a collective: all of them start
+        # anew
         statuses = self.stop()
         hung = _hung(answers, stacks, patience)
         return [
@@ -379,6 +392,8 @@ class Pool:
         return self._template.end()
 
     def _start(self) -> None:
+        # a new folder for each start: the file through which ranks meet must not be one that
+        # earlier ranks have met at
         self._folder = Path(tempfile.mkdtemp(dir=self._template.folder))
         places = [
             (rank, self.world_size, self.backend, self._folder) for rank in range(self.world_size)
@@ -441,6 +456,7 @@ def expect_ranks(world_size: int, device: str) -> str:
     Raises:
         CannotRunHere: none can.
     """
+    # Windows has neither
     if not hasattr(os, "fork") or not hasattr(socket, "send_fds"):
         raise CannotRunHere(
             f"{world_size} ranks need os.fork and Unix sockets, which this system lacks: use one"
@@ -525,6 +541,7 @@ def _owner_of_each(steps: Sequence[Observation]) -> dict[str, int] | None:
     for rank, part in enumerate(parts):
         owners |= dict.fromkeys(part, rank)
     same_groups = len({len(step.groups) for step in steps}) == 1
+    # a parameter that two ranks have is not shared out: each steps on its own copy
     return owners if owners and same_groups and sum(map(len, parts)) == len(owners) else None
 
 
@@ -543,6 +560,7 @@ def _merged_steps(steps: Sequence[Observation]) -> list[Observation]:
         return {name: part[name] for name, part in found.items() if name in part}
 
     def evaluation(rank: int, index: int) -> Evaluation:
+        # an optimizer with a closure evaluates as often as it needs, on each rank
         each = [step.evaluations[min(index, len(step.evaluations) - 1)] for step in steps]
         return replace(
             each[rank], gradients=owned(each[rank].gradients, [e.gradients for e in each])
@@ -570,6 +588,7 @@ def with_all_parts(outcomes: list[Outcome]) -> list[Outcome]:
     """Return the outcomes of ranks, in which steps that they share out are put together, and
     whether they are alike.
     """
+    # steps are matched by their number, which needs as many on each rank
     if len({len(outcome.observations) for outcome in outcomes}) != 1:
         return outcomes
     steps = [
@@ -733,6 +752,8 @@ def _join(rank: int, world_size: int, backend: str, folder: Path) -> Reply:
     # programs that torchrun starts find their place in these
     os.environ.update({name: str(number) for name, number in place.items()})
     if name := LOOPBACK.get(sys.platform):
+        # gloo binds to the address that the host's name resolves to, which need not be one of this
+        # machine: https://docs.pytorch.org/docs/stable/distributed.html (GLOO_SOCKET_IFNAME)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     # ranks share the processors
     torch.set_num_threads(1)
@@ -755,6 +776,7 @@ def _join(rank: int, world_size: int, backend: str, folder: Path) -> Reply:
 
 def _answer(request: Request, rank: int) -> Reply:
     """Run a loop, and return what it did on this rank."""
+    # a script's folder may have been put on the path after the ranks were forked
     sys.path[:] = request.path
     try:
         loop = request.loop.load()
@@ -952,6 +974,7 @@ def _per_window(few: Kinds, many: Kinds) -> Kinds:
             (more - less) / (MANY - FEW)
             for less, more in zip(few.get(kind, (0, 0)), totals, strict=True)
         )
+        # what both runs take the same number of times is taken once, and not by each window
         if number:
             found[kind] = (number, size)
     return found

@@ -46,6 +46,7 @@ def users_line(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     foreign = [frame for frame in frames if owner_of(frame.filename) is not Owner.SUITE]
     own = [frame for frame in foreign if is_users(frame.filename)]
+    # a loop of a library has no frame of the user's below the suite's
     frame = (own or foreign or frames)[-1]
     return f"{Path(file_text(frame.filename)).name}, line {frame.lineno}"
 
@@ -137,8 +138,11 @@ def discarded_output() -> Iterator[None]:
     """
     out = sys.stdout
     err = sys.stderr
+    # what is buffered already is the program's, and must not be discarded; a process without a
+    # console has no streams
     for stream in filter(None, (out, err)):
         stream.flush()
+    # file descriptors, since code in C writes to these and not to `sys.stdout`
     kept = {number: os.dup(number) for number in (1, 2)}
     with open(os.devnull, "w") as nowhere:
         try:
@@ -311,7 +315,9 @@ def run_loop(
     try:
         with (
             changes_undone() as changed,
+            # a loop that draws, as dropout does, draws the same in every run of the case
             seeded(instance.case.seed, instance.device),
+            # a caller may have switched gradients off for itself
             torch.enable_grad(),
             recorded_calls(lambda: len(observer.observations), epoch_of(run.loader)) as calls,
         ):
@@ -320,6 +326,7 @@ def run_loop(
             )
     finally:
         observer.close()
+        # a loop may have set it for the whole process
         torch.set_default_dtype(default_dtype)
     return Outcome(
         observations=observer.observations,
@@ -352,6 +359,7 @@ def _hooked(model: torch.nn.Module) -> tuple[str, ...]:
     return tuple(
         name or type(module).__name__
         for name, module in model.named_modules()
+        # torch has no public way to ask for a module's hooks
         if module._backward_hooks or module._backward_pre_hooks
     )
 
@@ -388,6 +396,7 @@ def _expect_torch(error: BaseException, run: TrainingRun) -> None:
 
 def account(error: BaseException, loop: Callable[..., Any]) -> tuple[str, str]:
     """Return one line about an exception, and its traceback, both without the suite's frame."""
+    # the outermost frame is that of `run_to_end`
     own = error.__traceback__ and error.__traceback__.tb_next
     code = getattr(inspect.unwrap(loop), "__code__", None)
     inside = [

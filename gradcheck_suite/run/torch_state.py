@@ -74,6 +74,7 @@ def _changed_owners() -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yield what is not as it was when it was last looked at, with what it had."""
     for owner, before in _watched_owners().items():
         now = vars(owner)
+        # by identity, without looking at names: this is asked around every run of a loop
         if len(now) != len(before) or any(map(is_not, now.values(), before.values())):
             yield owner, before
 
@@ -88,6 +89,7 @@ def _definition_place(value: Any) -> tuple[str, str]:
     """Return the file in which a function, a method or a class is defined, if any, and the place in
     words.
     """
+    # of a bound method, a property and a `functools.partial`, what they wrap
     for attribute in ("__func__", "fget", "func"):
         value = getattr(value, attribute, value)
     name = getattr(value, "__qualname__", type(value).__qualname__)
@@ -151,6 +153,7 @@ def _patches() -> Iterator[str]:
     """Yield what has taken the place of functions and methods, in words, and undo it."""
     changed = list(_changed_owners())
     values = chain.from_iterable(before.values() for _, before in changed)
+    # a loop may put one function of torch in the place of another
     known = {id(value) for value in values if inspect.isroutine(value)}
     for owner, before in changed:
         for name, old in list(_replaced_names(owner, before, known)):

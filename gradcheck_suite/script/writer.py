@@ -159,6 +159,7 @@ def _module_source(name: str) -> tuple[str, ast.Module, dict[str, Any]]:
 
 def _bound_by(node: ast.stmt) -> dict[str, Any]:
     """Return what a top-level statement gives a name: itself, or the import that the name is of."""
+    # `import a.b` binds `a`; with `as`, the name that it is given
     if isinstance(node, ast.Import):
         return {a.asname or a.name.partition(".")[0]: (a.name, None, a.asname) for a in node.names}
     if isinstance(node, ast.ImportFrom):
@@ -199,6 +200,7 @@ def _is_copyable(node: ast.stmt) -> bool:
             and {module.partition(".")[0] for module in modules} <= known
         )
     if isinstance(node, ast.Expr | ast.Assign | ast.AnnAssign):
+        # an assignment to an attribute or an item changes something that is there already
         reaches = any(isinstance(part, ast.Attribute | ast.Subscript) for part in ast.walk(node))
         return isinstance(node.value, ast.Constant) and not reaches
     names = isinstance(node, ast.FunctionDef | ast.ClassDef)
@@ -210,6 +212,7 @@ def _global_names(text: str) -> list[str]:
 
     Parameters and local variables are none of them.
     """
+    # Python's own symbol tables know what is local: names alone do not say
     scopes = [symtable.symtable(text, "definition", "exec")]
     for scope in scopes:
         scopes += scope.get_children()
@@ -222,6 +225,68 @@ def _global_names(text: str) -> list[str]:
     inner = {s.get_name() for s in symbols if s.is_referenced() and s.is_global()}
     # Python 3.14 makes this name up where a module annotates a variable (PEP 649)
     return sorted((outer | inner) - {"__conditional_annotations__"})
+
+
+def _definition_of(function: Any) -> ast.AST | None:
+    """Return the definition of a function of the suite; None for one that another function makes."""
+    _, tree, names = _module_source(function.__module__)
+    if function.__name__ != "<lambda>":
+        found: ast.AST | None = names.get(function.__name__)
+        return found
+    # a lambda has no name to look it up by, but a line
+    line = function.__code__.co_firstlineno
+    return next(n for n in ast.walk(tree) if isinstance(n, ast.Lambda) and n.lineno == line)
+
+
+def _statements_of(node: ast.AST | None) -> Sequence[ast.stmt]:
+    """Return what a function does, without its docstring."""
+    if isinstance(node, ast.Lambda):
+        return [ast.Return(node.body)]
+    return [one for one in getattr(node, "body", ()) if not isinstance(one, ast.Expr)]
+
+
+def _names_read(node: ast.AST | None) -> list[str]:
+    """Return the names that a definition reads, each as often as it does."""
+    if node is None:
+        return []
+    return [
+        part.id
+        for part in ast.walk(node)
+        if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load)
+    ]
+
+
+def _is_written_twice(given: Mapping[str, Any], uses: Sequence[str]) -> bool:
+    """Return whether an argument that computes something would stand in an expression twice."""
+    texts = {name: value for name, value in given.items() if isinstance(value, str)}
+    return any(uses.count(name) > 1 and "(" in text for name, text in texts.items())
+
+
+class _WithArguments(ast.NodeTransformer):
+    """Puts arguments in the place of a function's parameters, and values in that of constants.
+
+    Args:
+        given: parameter or local variable -> its text, or a mapping whose entries are written out.
+        names: what the names of the function's module stand for.
+    """
+
+    def __init__(self, given: Mapping[str, Any], names: Mapping[str, Any]) -> None:
+        self._given = given
+        self._names = names
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        """Return the entry of a mapping that is given."""
+        options = self._given.get(node.value.id) if isinstance(node.value, ast.Name) else None
+        if isinstance(options, Mapping):
+            return ast.Constant(options[ast.literal_eval(node.slice)])
+        return self.generic_visit(node)
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        """Return what a name stands for, where it is given, or another name of something of torch."""
+        if node.id in self._given:
+            return ast.parse(_quoted(self._given[node.id]), mode="eval").body
+        value = getattr(self._names.get(node.id, node), "value", None)
+        return value if isinstance(value, ast.Attribute) else node
 
 
 class Sources:
@@ -279,6 +344,7 @@ class Sources:
             f"@{ast.unparse(d)}" for d in getattr(node, "decorator_list", ()) if says_something(d)
         ]
         text = "\n".join([*kept, *source.splitlines()[node.lineno - 1 : node.end_lineno]])
+        # one file has one meaning for a name
         if self._texts.get(name, text) != text or (name in WRITTEN and name != "TrainingRun"):
             raise CannotCopyError(
                 f"{name} of {module} and of another module cannot stand in one script"
@@ -297,67 +363,41 @@ class Sources:
             function: the function to copy or to write out.
             arguments: the text of each, or a mapping whose entries are written out.
         """
-        _, tree, names = _module_source(function.__module__)
-        node = names.get(function.__name__)
-        if function.__name__ == "<lambda>":
-            line = function.__code__.co_firstlineno
-            node = next(n for n in ast.walk(tree) if isinstance(n, ast.Lambda) and n.lineno == line)
-        given = dict(zip(inspect.signature(function).parameters, arguments, strict=True))
+        written = self._written_out(function, arguments)
+        if written is not None:
+            return written
+        return f"{self.expression(function)}({', '.join(map(_quoted, arguments))})"
 
-        class Put(ast.NodeTransformer):
-            def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
-                if isinstance(node.value, ast.Name) and isinstance(
-                    given.get(node.value.id), Mapping
-                ):
-                    return ast.Constant(given[node.value.id][ast.literal_eval(node.slice)])
-                return self.generic_visit(node)
+    def _written_out(self, function: Any, arguments: Sequence[Any]) -> str | None:
+        """Return a call as one expression.
 
-            def visit_Name(self, node: ast.Name) -> ast.AST:
-                found = names.get(node.id, node)
-                if node.id in given:
-                    return ast.parse(_quoted(given[node.id]), mode="eval").body
-                return (
-                    found.value
-                    if isinstance(getattr(found, "value", None), ast.Attribute)
-                    else node
-                )
-
-        uses = [
-            n.id
-            for n in ast.walk(node or tree)
-            if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)
-        ]
-        if isinstance(node, ast.Lambda):
-            body: Sequence[ast.stmt] = [ast.Return(node.body)]
-        else:
-            body = getattr(node, "body", ())
-        for statement in body:
-            if isinstance(statement, ast.Expr):  # the docstring
-                continue
-            is_twice = any(
-                uses.count(n) > 1 and "(" in value
-                for n, value in given.items()
-                if isinstance(value, str)
-            )
-            target = statement.targets[0] if isinstance(statement, ast.Assign) else ast.Name("")
-            if (
-                is_twice
-                or not isinstance(statement, ast.Return | ast.Assign)
-                or not isinstance(target, ast.Name)
-            ):
-                break
+        None where the function is more than names that are assigned once, and what it returns.
+        """
+        names = _module_source(function.__module__)[2]
+        node = _definition_of(function)
+        uses = _names_read(node)
+        given: dict[str, Any] = dict(
+            zip(inspect.signature(function).parameters, arguments, strict=True)
+        )
+        for statement in _statements_of(node):
+            if not isinstance(statement, ast.Return | ast.Assign) or _is_written_twice(given, uses):
+                return None
             # of a copy: the tree is kept
             copy = ast.parse(ast.unparse(statement.value or ast.Constant(None)), mode="eval")
-            text = _quoted(ast.unparse(Put().visit(copy)))
+            text = _quoted(ast.unparse(_WithArguments(given, names).visit(copy)))
             if isinstance(statement, ast.Return):
                 ours = [_global_names(_quoted(argument)) for argument in arguments]
                 self.add(function.__module__, *sorted({*_global_names(text)}.difference(*ours)))
                 return text if isinstance(copy.body, ast.Call) else f"({text})"
+            target = statement.targets[0]
+            if not isinstance(target, ast.Name):
+                return None
             given[target.id] = text
-        return f"{self.expression(function)}({', '.join(map(_quoted, arguments))})"
+        return None
 
     def expression(self, function: Any) -> str:
         """Return the name of a function of the suite, or the call of the function that makes it."""
+        # a function that another one has made is written as the call that makes it
         maker, _, inner = function.__qualname__.partition(".<locals>.")
         self.add(function.__module__, maker)
         if not inner:
@@ -379,6 +419,8 @@ class Sources:
         """Return the import statements, those of Python's own modules first."""
         groups: tuple[set[str], set[str]] = (set(), set())
         for module, name, renamed in self.imports:
+            # all names of a module in one statement; each of these lines is made once, since lines
+            # are a set
             others = sorted(n for m, n, r in self.imports if m == module and n and not r)
             line = (
                 f"from {module} import {', '.join([name] if renamed else others)}"
@@ -437,6 +479,7 @@ def _forward(
         kind = tables.layer_definition(layer)
         suffix = path.replace(".", "_")
         if kind.parallel:
+            # each branch begins with the same input
             yield f"input_{suffix}, outputs_{suffix} = x, []"
             for b, branch in enumerate(layer.layers):
                 yield f"x = input_{suffix}"
@@ -467,6 +510,8 @@ def _forward(
 def constructor_call(module: Any, sources: Sources) -> str:
     """Return the call that builds a module like this one, without its parameters' values."""
     kind = type(module)
+    # torch puts a class of its own in place of the module's, whose base is the one that a reader
+    # knows
     if parametrize.is_parametrized(module, "weight"):
         norm = module.get_submodule("parametrizations.weight.0")
         call = f"torch.nn.{kind.__bases__[0].__name__}({', '.join(_arguments(kind.__bases__[0], module, sources))})"
@@ -490,12 +535,14 @@ def _arguments(kind: type, module: Any, sources: Sources) -> Iterator[str]:
     for name, parameter in parameters.items():
         default = parameter.default
         kept = hasattr(module, name)
+        # what a module does not keep, such as `device`, does not change what it computes
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or not kept:
             assert kept or default is not parameter.empty or name in ("args", "kwargs"), (
                 f"{kind} does not keep {name}"
             )
             continue
         value = getattr(module, name)
+        # an argument that is True or False, and an attribute that is a parameter or None
         if name == "bias":
             value = value is not None and value is not False
         text = (
@@ -661,6 +708,7 @@ def _gradient_tables(violation: Violation, *, with_expected: bool) -> dict[str, 
     if violation.kind in AT_A_STEP and violation.case.spec is not None:
         names = list(evidence.layout.names)
     bounds = {name: evidence.layout.part(evidence.allowed, name) for name in names}
+    # one number where all elements have one bound
     short = {
         name: bound.flat[0].item() if np.ptp(bound) == 0 else bound.tolist()
         for name, bound in bounds.items()
@@ -895,6 +943,7 @@ def _with_imports(filled: str, sources: Sources) -> str:
             sources.imports.add((module, imported, None))
     imports = sources.import_text()
     nodes = ast.walk(ast.parse(text))
+    # copied definitions name types that the script does not import
     if any(getattr(n, "annotation", None) or getattr(n, "returns", None) for n in nodes):
         imports = f"from __future__ import annotations\n\n{imports}"
     return head + mark.replace("IMPORTS", imports) + text + "\n"
@@ -969,7 +1018,9 @@ def _head(name: str, violation: Violation, needs: Sequence[str]) -> dict[str, st
     }
     texts = {key: "\n".join(line.rstrip() for line in lines) for key, lines in paragraphs.items()}
     return {
-        key: text.replace("\\", "\\\\").replace('"""', '\\"\\"\\"') for key, text in texts.items()
+        # the texts stand in the script's own docstring
+        key: text.replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
+        for key, text in texts.items()
     }
 
 
@@ -1043,6 +1094,7 @@ def _jax_script(
     ]
     gradients = np.array([ordered(row) for row in rows])
     if is_probe(case):
+        # each item of a probe has the gradient of its own parameter alone
         gradients = np.diag(np.resize(slopes_of(case), len(items)))
     if gradients.size > MOST_NUMBERS:
         raise NoScriptError(
@@ -1131,6 +1183,7 @@ def script_failure(
         )
     except subprocess.TimeoutExpired:
         return ScriptFailure(f"it did not end within {longest:g} s", is_refuted=False)
+    # the user has the case already: an interrupt ends the check of the script, and not the command
     except (KeyboardInterrupt, OSError) as error:
         why = f"it could not be run: {error}" if str(error) else "it was interrupted"
         return ScriptFailure(why, is_refuted=False)

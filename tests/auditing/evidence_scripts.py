@@ -513,6 +513,80 @@ INPUTS = {
 }
 """Inputs whose memory is filled again."""
 
+MOVING = """
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.move = torch.nn.Linear(3, 3)
+    def forward(self, h, x):
+        x += torch.tanh(self.move(x - x.mean(0)))
+        return h, x
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(2))
+    def forward(self, x):
+        h = x
+        for layer in self.layers:
+            h, x = layer(h, x)
+        return x
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+    def forward(self, x):
+        {scale}
+        return self.linear(x)
+data, target = torch.randn(5, 3), torch.randn(5, 3)
+"""
+MOVED = "F.mse_loss(model(torch.randn(5, 3)), target)"
+BY_LAYERS = (
+    "h = x = torch.randn(5, 3)\nfor layer in model.layers:\n    h, x = layer(h, x)\n"
+    "loss = F.mse_loss(x, target) + h.square().mean()\n"
+)
+SELF_WRITING = {
+    "sound_input_moved_in_place": holds(
+        f"({MOVED} / 2).backward()",
+        before=MOVING.replace("{scale}", "pass"),
+        model="Net()",
+        passes=2,
+    ),
+    "faulty_input_moved_in_place_and_reset_inside": violated(
+        "reset-inside-window",
+        f"optimizer.zero_grad()\n({MOVED} / 2).backward()",
+        before=MOVING.replace("{scale}", "pass"),
+        model="Net()",
+        passes=2,
+    ),
+    "faulty_input_moved_in_place_and_parameters_written": violated(
+        "stale-parameters",
+        f"loss = {MOVED}\nmodel.layers[1].move.weight.data.mul_(0.5)\nloss.backward()",
+        before=MOVING.replace("{scale}", "pass"),
+        model="Net()",
+    ),
+    "sound_moved_in_place_from_layer_to_layer": holds(
+        f"{BY_LAYERS}loss.backward()", before=MOVING.replace("{scale}", "pass"), model="Net()"
+    ),
+    "faulty_moved_from_layer_to_layer_and_written": violated(
+        "stale-parameters",
+        f"{BY_LAYERS}model.layers[1].move.weight.data.mul_(0.5)\nloss.backward()",
+        before=MOVING.replace("{scale}", "pass"),
+        model="Net()",
+    ),
+    "sound_data_scaled_in_place": holds(
+        "F.mse_loss(model(data), target).backward()",
+        before=MOVING.replace("{scale}", "x *= 1.1"),
+        model="Scaled()",
+    ),
+    "sound_data_scaled_in_place_unseen": holds(
+        "F.mse_loss(model(data), target).backward()",
+        before=MOVING.replace("{scale}", "x.data.mul_(1.1)"),
+        model="Scaled()",
+    ),
+}
+"""Models that write to what they are given. The same batch is scaled again and again: a second
+computation that wrote to it would change the run."""
+
 AGAIN = """
 class Again(torch.autograd.Function):
     @staticmethod
@@ -1223,6 +1297,83 @@ AGAIN = {
         optimizer=BOTH,
     ),
 }
+WRITTEN_HEAD = """
+from torch.utils.checkpoint import checkpoint
+class Gated(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 4)
+        self.register_buffer("gate", torch.tensor([0.5, 1.0, 2.0, 1.0]))
+    def forward(self, x):
+        return self.gate * self.linear(x).tanh()
+class Again(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, block, x, *parameters):
+        ctx.block, ctx.parameters = block, parameters
+        ctx.save_for_backward(x)
+        return block(x)
+    @staticmethod
+    def backward(ctx, g):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.block(x)
+        return None, *torch.autograd.grad(y, (x, *ctx.parameters), g)
+class Scratch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, block, x, z):
+        ctx.block = block
+        ctx.save_for_backward(x)
+        y = block(z.copy_(x))
+        z.zero_()
+        return y
+    @staticmethod
+    def backward(ctx, g):
+        with torch.enable_grad():
+            other = (3 * ctx.saved_tensors[0].detach()).requires_grad_()
+            y = ctx.block(other)
+        return None, torch.autograd.grad(y, other, g)[0], None
+x = torch.randn(5, 3)
+state = torch.zeros(5, 4)
+last = torch.nn.Linear(4, 1).requires_grad_(False)
+def later(x):
+    return model(2 * x + 1)
+"""
+CALLED = {
+    "reentrant": "checkpoint(model, x.requires_grad_(), use_reentrant=True)",
+    "plain": "checkpoint(later, x, use_reentrant=False)",
+    "own": "Again.apply(model, x, *model.parameters())",
+}
+WRITES = {
+    "input": ("changed-batch", "x.data.normal_()"),
+    "weight": ("stale-parameters", "model.linear.weight.data.mul_(1.5)"),
+    "buffer": ("changed-batch", "model.gate.data.mul_(1.1)"),
+}
+AFTER_CALL = "loss = ({} - 1).square().mean()\n"
+REWRITTEN = {
+    f"faulty_{what}_of_a_checkpoint_written_{form}": violated(
+        name,
+        f"{AFTER_CALL.format(call)}{write}\nloss.backward()",
+        before=WRITTEN_HEAD,
+        model="Gated()",
+    )
+    for form, call in CALLED.items()
+    for what, (name, write) in WRITES.items()
+}
+REWRITTEN |= {
+    f"sound_checkpoint_and_written_after_{form}": holds(
+        f"{AFTER_CALL.format(call)}loss.backward()\nx.data.normal_()",
+        before=WRITTEN_HEAD,
+        after="model.gate.data.mul_(1.1)",
+        model="Gated()",
+    )
+    for form, call in CALLED.items()
+}
+REWRITTEN["sound_function_that_writes_to_what_it_is_given"] = holds(
+    "Scratch.apply(last, model(x), state).square().mean().backward()",
+    before=WRITTEN_HEAD,
+    model="Gated()",
+)
+"""What a checkpoint reads, written between the forward and its backward."""
 STOLEN_HEAD = """
 work = torch.empty(4)
 class Gain(torch.autograd.Function):
@@ -1743,6 +1894,7 @@ EVIDENCE = {
     **CASTS,
     **WRITTEN,
     **INPUTS,
+    **SELF_WRITING,
     **FROM_PYTHON,
     **CHECKPOINTS,
     **EDITS,
@@ -1753,6 +1905,7 @@ EVIDENCE = {
     **AHEAD,
     **BETWEEN,
     **AGAIN,
+    **REWRITTEN,
     **DIVERGING,
     **STOLEN,
     **OUTPUT_HOOKS,

@@ -94,6 +94,13 @@ def test_the_scripts_arguments_output_and_status_are_its_own(script, capfd):
     assert main(["audit", script("sys.exit()")]) == 0
 
 
+def test_a_scripts_file_is_absolute_as_python_has_it(script, monkeypatch, capfd):
+    file = Path(script("import os\nos.chdir('/')\nprint(__file__, sys.argv[0])"))
+    monkeypatch.chdir(file.parent)
+    assert main(["audit", file.name]) == 0
+    assert capfd.readouterr().out == f"{file} {file.name}\n"
+
+
 def test_a_module_is_run_as_python_runs_it(script, tmp_path, monkeypatch, capfd):
     package = tmp_path / "package_of_an_audit"
     package.mkdir()

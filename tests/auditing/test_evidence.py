@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.auditing.evidence_scripts import EVIDENCE
+from tests.auditing.evidence_scripts import EVIDENCE, SELF_WRITING
 from tests.auditing.running import audited, trained
 
 OF_THE_SYSTEM = "sound_system_entropy"
@@ -73,6 +73,13 @@ def test_it_is_said_how_many_parameters_were_compared(written):
     result, _ = audited(written("sound_penalty_outside"))
     assert result.again == {"micro-batch by micro-batch, 3 of 4 parameters": 3}, result
     assert audited(written("sound_loss_module"))[0].again == {"micro-batch by micro-batch": 3}
+
+
+@pytest.mark.parametrize("name", SELF_WRITING)
+def test_a_window_of_a_model_that_writes_to_its_input_is_computed_again(name, written):
+    result, _ = audited(written(name), every=1)
+    assert sum(result.again.values()) >= 3, result
+    assert not any("outside of the recorded calls" in one for one in result.findings), result
 
 
 HOOKED = """

@@ -65,6 +65,18 @@ FAULTY = {
         EPOCHS.format(k=3, epochs=1, number=13, steps="i % K == 0"),
         ["wrong-windows"],
     ),
+    "stepped at the first of every epoch": (
+        EPOCHS.format(k=4, epochs=3, number=9, steps="i % K == 0"),
+        ["wrong-windows"],
+    ),
+    "stepped at the first and at the last of every epoch": (
+        EPOCHS.format(k=4, epochs=3, number=10, steps="i % K == 0 or i == 9"),
+        ["wrong-windows", "wrong-scale"],
+    ),
+    "short window at the end of every epoch": (
+        EPOCHS.format(k=4, epochs=3, number=9, steps=f"{WHOLE} or i == 8"),
+        ["wrong-scale"],
+    ),
     "norm clipped inside": (
         CLIPPED.replace("INSIDE", NORM).replace("AFTER", "pass"),
         ["clipped"],
@@ -94,6 +106,14 @@ for epoch in range(3):
         optimizer.step()
         optimizer.zero_grad()
 """,
+    "a short window first": """
+for epoch in range(3):
+    for i in range(9):
+        (loss_of() / (1 if i == 0 else 4)).backward()
+        if i % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+""",
     "clipped once": CLIPPED.replace("INSIDE", "pass").replace("AFTER", NORM),
     "never large enough": CLIPPED.replace("INSIDE", NORM.replace("0.05", "1e6")).replace(
         "AFTER", VALUE
@@ -114,6 +134,13 @@ def test_a_fault_has_the_name_that_verify_gives_it(name, tmp_path):
     result = of_script(text, tmp_path)
     assert [v.diagnosis for v in result.violations] == diagnoses, result
     assert all(FAULTS[one].command != "verify" for one in diagnoses)
+
+
+def test_first_windows_of_epochs_are_one_fault(tmp_path):
+    """The last window of an epoch, which is as short, has a name of its own."""
+    text, _ = FAULTY["stepped at the first and at the last of every epoch"]
+    occurrences = {v.diagnosis: v.occurrences for v in of_script(text, tmp_path).violations}
+    assert occurrences == {"wrong-windows": 3, "wrong-scale": 3}
 
 
 @pytest.mark.parametrize("name", SOUND)

@@ -133,6 +133,7 @@ def test_an_error_is_a_share_of_the_rounding_bound(ratio, said):
     assert of_bound(ratio) == f"{said} of the rounding bound"
 
 
+STARTS = "open('started', 'w')"
 BAR = "import sys; sys.stderr.write('\\r 50%|###   | 1/2'); sys.stderr.flush()"
 
 
@@ -260,14 +261,12 @@ def test_json_and_reports_are_where_the_command_began(script, tmp_path):
     }
 
 
-def test_what_cannot_be_written_is_refused_before_the_script_starts(script, tmp_path):
-    file = script(before="open('started', 'w')")
-    for option in ("--json", "--html"):
-        done = command("audit", option, "no/such/r", file, cwd=tmp_path)
-        assert done.returncode == 2
-        assert re.fullmatch(
-            rf"[^\n]*{option} no/such/r: there is no folder no/such; make it first\n", done.stderr
-        )
+@pytest.mark.parametrize("option", ["--json", "--html"])
+def test_what_cannot_be_written_is_refused_before_the_script_starts(script, tmp_path, option):
+    done = command("audit", option, "no/such/r", script(before=STARTS), cwd=tmp_path)
+    assert done.returncode == 2
+    said = f"{option} no/such/r: there is no folder no/such; make it first\n"
+    assert re.fullmatch(rf"[^\n]*{said}", done.stderr)
     assert not (tmp_path / "started").exists()
 
 
@@ -385,7 +384,7 @@ def expect_examples_that_parse(program, name):
         program.parser(name).parse_args(line[1:])
 
 
-def test_every_commands_help_has_examples_that_its_parser_takes(run):
-    for name in PROGRAM.commands:
-        assert f"examples:\n  gradcheck-suite {name}" in run(name, "--help").out
-        expect_examples_that_parse(PROGRAM, name)
+@pytest.mark.parametrize("name", PROGRAM.commands)
+def test_every_commands_help_has_examples_that_its_parser_takes(run, name):
+    assert f"examples:\n  gradcheck-suite {name}" in run(name, "--help").out
+    expect_examples_that_parse(PROGRAM, name)

@@ -63,19 +63,21 @@ def test_a_violation_of_ranks_is_stored_as_a_case_to_replay_and_a_script(run, pr
     assert "mean-of-means" in again.out
 
 
-@pytest.mark.full
-def test_a_file_that_a_rank_cannot_import_is_one_line(run, project):
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        pytest.param(
+            "late.py:train --ranks 2 --examples 1",
+            "no rank may import this",
+            marks=pytest.mark.full,
+        ),
+        ("all_reduce/zero_ --ranks 2 --device cuda", "torch"),
+        ("ddp/zero_", "ddp/zero_ trains on several ranks: give --ranks 2, 3 or 4"),
+    ],
+)
+def test_ranks_that_cannot_start_are_one_line(run, project, arguments, said):
     (project / "late.py").write_text(TOO_LATE)
-    assert_one_line(
-        run(*["verify", "late.py:train", "--ranks", "2", "--examples", "1"]),
-        "no rank may import this",
-    )
-
-
-def test_ranks_that_cannot_start_are_one_line(run):
-    assert_one_line(
-        run(*["verify", "all_reduce/zero_", "--ranks", "2", "--device", "cuda"]), "torch"
-    )
+    assert_one_line(run("verify", *arguments.split()), said)
 
 
 def test_a_backend_that_torch_lacks_is_one_line(run, monkeypatch):
@@ -83,12 +85,6 @@ def test_a_backend_that_torch_lacks_is_one_line(run, monkeypatch):
     assert_one_line(
         run(*["verify", "all_reduce/zero_", "--ranks", "2"]),
         "2 ranks on cpu need the backend gloo, which torch",
-    )
-
-
-def test_a_loop_over_ranks_needs_ranks(run, project):
-    assert_one_line(
-        run("verify", "ddp/zero_"), "ddp/zero_ trains on several ranks: give --ranks 2, 3 or 4"
     )
 
 

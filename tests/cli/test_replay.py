@@ -109,30 +109,29 @@ def test_a_layer_that_does_not_exist(run, project):
     assert outcome.err.count("\n") == 1
 
 
+def without_the_loops(project):
+    (project / "loops.py").unlink()
+
+
+GONE = "names loops.py:no_reset, but loops.py: no such file; pass another LOOP or --problem"
+
+
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "edit", "said"),
     [
-        (["none.json"], "cannot read none.json (No such file or directory)"),
-        (["."], "cannot read . (Is a directory)"),
+        (["none.json"], None, "cannot read none.json (No such file or directory)"),
+        (["."], None, "cannot read . (Is a directory)"),
+        (["{stored}"], without_the_loops, GONE),
+        (
+            ["{stored}", "--problem", "loops.py:PROBLEM"],
+            None,
+            "has its own generated problem; drop --problem",
+        ),
     ],
 )
-def test_wrong_paths(run, arguments, said):
-    outcome = run("replay", *arguments)
+def test_what_cannot_be_replayed(run, project, stored, arguments, edit, said):
+    if edit is not None:
+        edit(project)
+    outcome = run("replay", *(part.format(stored=stored) for part in arguments))
     assert outcome.status == 2
     assert said in outcome.err
-
-
-def test_a_loop_that_the_file_names_and_that_is_gone(run, project, stored):
-    (project / "loops.py").unlink()
-    outcome = run("replay", stored)
-    assert outcome.status == 2
-    assert (
-        "names loops.py:no_reset, but loops.py: no such file; pass another LOOP or --problem"
-        in outcome.err
-    )
-
-
-def test_a_problem_for_a_case_that_has_its_own(run, stored):
-    outcome = run("replay", stored, "--problem", "loops.py:PROBLEM")
-    assert outcome.status == 2
-    assert "has its own generated problem; drop --problem" in outcome.err

@@ -77,14 +77,14 @@ def test_reports_that_cannot_be_written(run, path):
     assert_one_line(run("verify", "zero_", "--reports", path), f"--reports {path}: ")
 
 
-def test_what_is_missing_is_said_before_anything_is_imported(run, monkeypatch):
+@pytest.mark.parametrize("arguments", [["verify"], ["verify", "--list"]])
+def test_what_is_missing_is_said_before_anything_is_imported(run, monkeypatch, arguments):
     from gradcheck_suite.run import environment
 
     monkeypatch.setattr(
         environment, "missing", lambda: ["torch is not installed: pip install 'torch>=2.9'"]
     )
-    for arguments in (["verify"], ["verify", "--list"]):
-        assert_one_line(run(*arguments), "torch is not installed: pip install")
+    assert_one_line(run(*arguments), "torch is not installed: pip install")
 
 
 def test_a_bug_in_the_suite_is_neither_a_verdict_nor_bad_usage(run, monkeypatch):

@@ -9,11 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - as torch's documents call it
 from torch import nn
 
+from gradcheck_suite.port import backward, drawn_inputs, forward, updates
 from gradcheck_suite.port import judge as judging
 from gradcheck_suite.port.compare import judge_function
 from gradcheck_suite.port.result import PortResult
@@ -104,7 +106,7 @@ def broken(*_: Any, **__: Any) -> Any:
 
 
 def test_an_error_of_ours_ends_its_stage_alone(monkeypatch):
-    monkeypatch.setattr(judging, "wrong_gradients", broken)
+    monkeypatch.setattr(backward, "wrong_gradients", broken)
     result = judged(linear())
     assert result.verdict == "unjudged"
     assert "the stage 'gradients' was not judged: ZeroDivisionError" in str(result.unjudged)
@@ -112,7 +114,7 @@ def test_an_error_of_ours_ends_its_stage_alone(monkeypatch):
 
 
 def test_a_difference_stands_whatever_fails_behind_it(monkeypatch):
-    monkeypatch.setattr(judging, "wrong_gradients", broken)
+    monkeypatch.setattr(backward, "wrong_gradients", broken)
     result = judged(linear(2.0))
     assert result.verdict == "differs"
     assert any("the stage 'gradients'" in note for note in result.notes)
@@ -198,12 +200,59 @@ def misspelt(search: Any, place: int) -> Any:
 
 
 def test_a_mistake_of_ours_in_a_search_is_said_and_the_others_are_tried(monkeypatch):
-    monkeypatch.setattr(judging, "FAMILIES", ((misspelt, "order"), *judging.FAMILIES))
+    monkeypatch.setattr(forward, "FAMILIES", ((misspelt, "order"), *forward.FAMILIES))
     torch.manual_seed(0)
     apply = lambda p, x: x @ p["weight"].T - p["bias"]  # noqa: E731 - one use
     result = judged(pair_of(nn.Linear(3, 2), apply, (X,)))
     assert [f.cause for f in result.differences] == ["sign"]
     assert any("could not be tried: AttributeError" in note for note in result.notes)
+
+
+def stepped(theirs: Any) -> dict[str, Any]:
+    return linear() | {
+        "torch_optimizer": lambda p: torch.optim.SGD(p, 0.1),
+        "jax_optimizer": theirs,
+    }
+
+
+def test_a_mistake_of_ours_among_settings_is_said_and_the_others_are_tried(monkeypatch):
+    monkeypatch.delattr(updates.Recipe, "put")  # what sets momentum, but no learning rate
+    result = judged(stepped(optax.sgd(0.2)))
+    assert [f.cause for f in result.differences] == ["learning-rate"]
+    assert any("a setting could not be tried: AttributeError at" in n for n in result.notes)
+
+
+def test_what_an_optimizer_does_not_take_is_no_mistake_of_ours():
+    """Nothing explains these steps, so that all of optax's kinds are tried: some need a value, and
+    some take no schedule.
+    """
+    result = judged(stepped(optax.sign_sgd(0.03)))
+    assert [f.cause for f in result.differences] == ["unknown"]
+    assert not any("could not be tried" in note for note in result.notes)
+
+
+def test_a_mistake_of_ours_at_a_drawn_input_is_said(monkeypatch):
+    monkeypatch.delattr(drawn_inputs, "run_with")
+    result = judged(linear())
+    assert any("a drawn input could not be tried: NameError at" in n for n in result.notes)
+
+
+class OneSizeError(Exception):
+    """What a module raises that takes one size alone."""
+
+
+def test_a_drawn_input_that_a_module_refuses_in_its_own_way_is_counted():
+    class OneSize(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if len(x) != len(X):
+                raise OneSizeError
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    result = judged(pair_of(OneSize(3, 2), dense, (X,)))
+    assert result.verdict == "holds"
+    assert any("refused by torch" in what for what in result.judged)
+    assert not any("could not be tried" in note for note in result.notes)
 
 
 def test_statistics_of_layers_that_differ_alike_are_one_finding():

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from gradcheck_suite.core.causes import CAUSES
+from gradcheck_suite.port import judge as judging
 from gradcheck_suite.port import search as searching
 from gradcheck_suite.port.budget import Budget
 from gradcheck_suite.port.changes import Hypothesis, of_result
 from gradcheck_suite.port.compare import judge_function
 from gradcheck_suite.port.jax_program import JaxProgram
-from gradcheck_suite.port.judge import PairJudge
+from gradcheck_suite.port.judgement import Judgement
 from gradcheck_suite.port.matching import Matching, Side, only_moves
 from gradcheck_suite.port.mistakes import FORMULAS
 from gradcheck_suite.port.number_sets import Numbers, error
@@ -235,7 +236,10 @@ def test_a_slow_machine_names_what_a_fast_one_does(monkeypatch):
 
 
 def test_a_judgement_that_the_clock_stops_says_what_was_not_judged(monkeypatch):
-    monkeypatch.setattr(PairJudge, "_loading", lambda judge: setattr(judge._budget, "until", 0.0))
+    def stopped(judgement: Judgement) -> None:
+        judgement.budget.until = 0.0
+
+    monkeypatch.setattr(judging, "judge_loading", stopped)
     result = judge_function(rotary, "pair")
     assert (result.verdict, result.judged) == ("unjudged", ())
     assert result.unjudged == "not judged from outputs on: 150 s were over"

@@ -65,13 +65,15 @@ def test_a_fault_of_a_convolutional_port(fault, place):
     is_one_finding(verdict(images, fault), "forward", place, fault)
 
 
-@pytest.mark.full
-def test_a_reset_gate_before_the_product():
-    is_one_finding(verdict(recurrent, "gru-reset-gate"), "forward", "gru", "gru-reset-gate")
-
-
-def test_a_gradient_of_the_padding_row():
-    is_one_finding(verdict(recurrent, "padding-gradient"), "gradient", "words", "padding-gradient")
+@pytest.mark.parametrize(
+    ("kind", "place", "fault"),
+    [
+        pytest.param("forward", "gru", "gru-reset-gate", marks=pytest.mark.full),
+        ("gradient", "words", "padding-gradient"),
+    ],
+)
+def test_a_fault_of_a_recurrent_port(kind, place, fault):
+    is_one_finding(verdict(recurrent, fault), kind, place, fault)
 
 
 LABELS = np.array([1, 0, -100, 2, 2, 1])

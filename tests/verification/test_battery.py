@@ -52,23 +52,18 @@ def battery(loop, *, dtype="float64", assumes=frozenset(), time_limit_s=None, op
 
 
 FEW = ("set_to_none", "grad_scaler")
+"""The built-in loops that are tried by default."""
 
 
 @pytest.mark.parametrize("dtype", SOME_DTYPES)
 @pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(FEW, marks=pytest.mark.quick),
-        pytest.param(tuple(BUILT_IN), marks=pytest.mark.full),
-    ],
-    ids=["few", "all"],
+    "name",
+    [name if name in FEW else pytest.param(name, marks=pytest.mark.full) for name in BUILT_IN],
 )
-def test_sound_loops_hold(names, dtype):
-    for name in names:
-        loop = BUILT_IN[name]
-        found = battery(loop, dtype=dtype)
-        assert found.violation is None, f"{name}: {found.violation}"
-        assert not found.skipped
+def test_sound_loops_hold(name, dtype):
+    found = battery(BUILT_IN[name], dtype=dtype)
+    assert found.violation is None, found.violation
+    assert not found.skipped
 
 
 def _in(dtype, loop):
@@ -94,14 +89,15 @@ def test_a_loop_that_runs_in_one_precision_alone_is_judged_and_named_in_it():
     assert "the loop raises in float64" in violation.explanation
 
 
-def test_faults_of_large_small_and_non_finite_gradients_are_named_and_made_small():
-    for name, (loop, diagnosis) in SIZES.items():
-        found = battery(loop)
-        assert found.final, name
-        assert found.violation.diagnosis == diagnosis, f"{name}: {found.violation}"
-        assert len(found.violation.case.plan.micro_batches) <= 2, name
-        again = check(loop, found.violation.case).violation
-        assert (again.kind, again.diagnosis) == (found.violation.kind, diagnosis), name
+@pytest.mark.parametrize("name", SIZES)
+def test_a_fault_of_large_small_or_non_finite_gradients_is_named_and_made_small(name):
+    loop, diagnosis = SIZES[name]
+    found = battery(loop)
+    assert found.final
+    assert found.violation.diagnosis == diagnosis, found.violation
+    assert len(found.violation.case.plan.micro_batches) <= 2
+    again = check(loop, found.violation.case).violation
+    assert (again.kind, again.diagnosis) == (found.violation.kind, diagnosis)
 
 
 def _biases(run):
@@ -171,15 +167,19 @@ def test_a_window_that_is_wrong_after_a_non_finite_one_is_not_called_clipped():
     assert "only after a window whose gradient is infinite or NaN" in violation.explanation
 
 
+COARSE = [
+    (name, dtype)
+    for dtype in ("bfloat16", "float16")
+    for name in SIZES
+    # below the smallest number of float16
+    if (name, dtype) != ("flush below 1e-30", "float16")
+]
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_they_are_found_in_coarse_dtypes(dtype):
-    for name, (loop, _) in SIZES.items():
-        if (name, dtype) != (
-            "flush below 1e-30",
-            "float16",
-        ):  # below the smallest number of float16
-            assert battery(loop, dtype=dtype).final, name
+@pytest.mark.parametrize(("name", "dtype"), COARSE)
+def test_it_is_found_in_coarse_dtypes(name, dtype):
+    assert battery(SIZES[name][0], dtype=dtype).final
 
 
 RIGHT_BELOW = {

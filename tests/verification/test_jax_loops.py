@@ -281,39 +281,39 @@ def test_a_loop_that_reads_a_counter_of_python_is_not_repeatable():
 # Bad input.
 
 
-@pytest.mark.parametrize("name", ["lions", "chain", "apply_updates", "losses"])
-def test_an_optimizer_that_optax_does_not_have_is_one_clear_line(name):
-    with pytest.raises(
-        UsageError, match=rf"from a learning rate alone, such as sgd, adam, .*; got '{name}'"
-    ):
-        verify(train_state, examples=1, optimizer=name)
+@jax_training_loop
+def hands_tensors_to_the_loss(run):
+    run.loss(run.params, {"x": torch.zeros(1, 1)})
 
 
-def test_a_loop_without_the_decorator_has_one_clear_line():
-    for loop, name in (
-        (lambda run: run.params, "params"),
-        (lambda run: run.optimizer.init({}), r"optimizer\.init"),
-    ):
-        with pytest.raises(
-            UsageError, match=rf"run\.{name}, which a loop of JAX is given: decorate it with"
-        ):
-            verify(loop, examples=1)
+OF_OPTAX = "from a learning rate alone, such as sgd, adam, .*; got '{}'"
+UNDECORATED = r"run\.{}, which a loop of JAX is given: decorate it with"
+REFUSED = [
+    # the loop, the options, and what is said
+    *(
+        (train_state, {"optimizer": name}, OF_OPTAX.format(name))
+        for name in ("lions", "chain", "apply_updates", "losses")
+    ),
+    (lambda run: run.params, {}, UNDECORATED.format("params")),
+    (lambda run: run.optimizer.init({}), {}, UNDECORATED.format(r"optimizer\.init")),
+    (
+        jax_training_loop(lambda run: list(run.loader)),
+        {},
+        r"run\.loader, which a loop of torch is given",
+    ),
+    (
+        hands_tensors_to_the_loss,
+        {},
+        r"run.loss takes JAX arrays and got a torch.Tensor at \[1\]\['x'\]",
+    ),
+    (train_state, {"ranks": 2}, "one process: drop --ranks"),
+]
 
 
-def test_a_torch_loop_that_is_declared_as_one_of_jax_has_one_clear_line():
-    with pytest.raises(UsageError, match=r"run\.loader, which a loop of torch is given"):
-        verify(jax_training_loop(lambda run: list(run.loader)), examples=1)
-
-
-def test_a_loss_that_is_handed_tensors_says_where():
-    @jax_training_loop
-    def loop(run):
-        run.loss(run.params, {"x": torch.zeros(1, 1)})
-
-    with pytest.raises(
-        UsageError, match=r"run.loss takes JAX arrays and got a torch.Tensor at \[1\]\['x'\]"
-    ):
-        verify(loop, examples=1)
+@pytest.mark.parametrize(("loop", "options", "said"), REFUSED)
+def test_what_a_loop_of_jax_cannot_do_is_one_clear_line(loop, options, said):
+    with pytest.raises(UsageError, match=said):
+        verify(loop, examples=1, **options)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -370,11 +370,6 @@ def test_remedies_of_jax_loops_speak_of_jax():
         remedies = {fault.name: fault.remedy, **fault.causes}
         said += [one.jax or one.torch for what, one in remedies.items() if what not in OF_TORCHS]
     assert not [text for text in said if OF_TORCH.search(text)]
-
-
-def test_ranks_are_refused():
-    with pytest.raises(UsageError, match="one process: drop --ranks"):
-        verify(train_state, examples=1, ranks=2)
 
 
 # A user's problem.

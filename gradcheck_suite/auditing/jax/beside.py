@@ -95,6 +95,8 @@ class BesidePrograms:
 
     def compute(self, beside: Beside, call: CompiledCall) -> Any:
         """Return what the program beside a call keeps, as arrays."""
+        # a compiled program takes arguments of the shardings that it was compiled for, and no
+        # others
         key = tuple(getattr(one, "sharding", None) for one in call.leaves)
         if beside.is_quick and beside.running > beside.compiling > 0:
             beside.is_quick = False  # it has run for longer than its compilation took
@@ -123,6 +125,8 @@ class BesidePrograms:
                 f"gradcheck-suite audit: the program beside `{call.name}` takes"
                 f" {needed / 2**30:.1f} GiB"
             )
+        # an allocation that fails would end the user's training; a program that is not run costs
+        # the verdict on its steps
         if free is not None and needed * SLACK > free:
             raise TooLargeError(
                 f"the program beside it takes {needed / 2**30:.3g} GiB, and {free / 2**30:.3g} GiB"
@@ -162,10 +166,12 @@ def _free_memory(leaves: Sequence[Any]) -> float | None:
             devices.update(one.devices())
     free = list[float]()
     for device in devices:
+        # a CPU's device has no such statistics, and returns None
         stats = device.memory_stats()
         if stats and "bytes_limit" in stats:
             free.append(stats["bytes_limit"] - stats["bytes_in_use"])
     if free:
+        # the fullest device is the one that would fail
         return min(free)
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
+
+# neither name is public: `run.private_names` says before an audit whether this JAX has them
 from jax._src.api_util import infer_argnums_and_argnames
 from jax._src.core import trace_state_clean
 
@@ -121,6 +123,8 @@ class Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Look at the call, and make it."""
         observer = OBSERVERS[-1] if OBSERVERS else None
+        # inside of another trace the call becomes a part of the outer program, and is looked at
+        # there
         if observer is not None and observer.wants_calls() and is_eager():
             observer.on_call(self, lambda: self._look(args, kwargs))
         return self._real(*args, **kwargs)
@@ -129,6 +133,7 @@ class Compiled:
         with printed_once():
             closed = self._real.trace(*args, **kwargs).jaxpr
         leaves = jax.tree.leaves(self._static.dynamic(args, kwargs))
+        # a program that is given the wrong arguments says nothing of the call: do not look at it
         if len(leaves) != len(closed.jaxpr.invars):
             raise ValueError(f"{len(leaves)} arguments for {len(closed.jaxpr.invars)} inputs")
         return CompiledCall(closed, leaves, getattr(self, "__name__", "a compiled function"))
@@ -138,10 +143,13 @@ class Compiled:
         return self if instance is None else types.MethodType(self, instance)
 
     def __getattr__(self, name: str) -> Any:
+        # `copy` and `pickle` ask an object without attributes for its dunder methods: to look those
+        # up in `_real` would look up `_real` without end
         if name.startswith("__") or name in ("_real", "_static"):
             raise AttributeError(name)
         return getattr(self._real, name)
 
+    # a function is its own copy in Python, and what `jax.jit` returns passes for a function
     def __copy__(self) -> Compiled:
         return self
 
@@ -186,6 +194,7 @@ def _inferred(mapped: Any) -> Callable[..., Any] | None:
     """
     lower = getattr(mapped, "lower", None)
     names = getattr(getattr(lower, "__code__", None), "co_freevars", ())
+    # `pmap` has no public `trace`: its `lower` closes over the function that prepares a call
     if "infer_params" not in names:
         return None
     found: Callable[..., Any] = lower.__closure__[names.index("infer_params")].cell_contents  # type: ignore[union-attr]
@@ -224,6 +233,7 @@ LOOPS = (jax.lax.scan_p, jax.lax.while_p, jax.lax.cond_p)
 
 def jit(*functions: Any, **options: Any) -> Any:
     """Do what `jax.jit` does, and look at calls."""
+    # `@jax.jit(static_argnums=0)` gives the options first, and the function to what is returned
     if not functions or not callable(functions[0]):
         decorate = UNMARKED.jit(*functions, **options)
 

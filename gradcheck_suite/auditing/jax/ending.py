@@ -28,6 +28,7 @@ def judge_end(judge: JaxJudge, *, complete: bool) -> None:
         judge: of the run.
         complete: whether the run ended by itself, and was watched to its end.
     """
+    # no gradient follows that could show that the last update was no step
     judge.settle_unsure()
     for optimizer in judge.optimizers.values():
         _judge_held(judge, optimizer)
@@ -72,6 +73,7 @@ def _note_never(judge: JaxJudge, optimizer: Optimizer) -> None:
     if optimizer.reached is None or not optimizer.lengths or mark is None:
         return
     never = np.flatnonzero(optimizer.reached == 0)
+    # where no leaf has ever had a gradient, the windows have said so already
     if not len(never) or len(never) == len(optimizer.reached):
         return
     names = ", ".join(mark.names[i] or f"leaf {i}" for i in never[:MOST_NAMES])
@@ -87,6 +89,7 @@ def _note_never(judge: JaxJudge, optimizer: Optimizer) -> None:
 def _judge_tail(judge: JaxJudge, optimizer: Optimizer) -> None:
     usual = optimizer.lengths.most_common(1)
     mark = optimizer.mark
+    # after a gap it is not known which gradients have reached a step
     if not usual or mark is None or optimizer.generation != judge.generation:
         return
     parts = [
@@ -97,6 +100,7 @@ def _judge_tail(judge: JaxJudge, optimizer: Optimizer) -> None:
     last = max((one.number for one in optimizer.before), default=0)
     left = [one for one in parts if one.number > last]
     number = len({one.number for one in left})
+    # as many as a whole window may as well be a window that the run was ended in
     if 0 < number < usual[0][0]:
         fault = StepFault(
             "tail-dropped",
@@ -134,6 +138,7 @@ def _judge_points(judge: JaxJudge) -> None:
                 for optimizer in judge.optimizers.values()
                 if mark.place in optimizer.sites
             )
+            # a step outside of these gradients could not have moved the parameters between them
             if first.number <= after < points.last.number
         ]
         if len(steps) < FEWEST_STEPS or points.is_moving or str(mark.place) in stale:

@@ -56,6 +56,7 @@ class Var:
     @property
     def size(self) -> int:
         """The number of its elements."""
+        # `np.prod` of no axes is the float 1.0, and of many large ones an int32 on some systems
         return int(np.prod(self.shape, dtype=np.int64))
 
 
@@ -135,6 +136,7 @@ class Program:
 
     def dependents(self, sources: set[Var]) -> set[Var]:
         """Return the variables that a gradient by some others reaches."""
+        # equations stand in the order in which they are computed: one pass over them finds all
         found = set(sources)
         for equation in self.equations:
             if found.intersection(equation.ins) and equation.name != "stop_gradient":
@@ -158,6 +160,7 @@ class Program:
 
     def extend(self, wanted: Sequence[Var], values: dict[Var, Any]) -> list[Any]:
         """Return the values of some variables, and keep them and those that they need in `values`."""
+        # by index, an equation comes after those that compute its operands
         for index in sorted(self._needed(wanted, values)):
             equation = self.equations[index]
             results = equation.bind([self._read(one, values) for one in equation.ins])
@@ -171,6 +174,8 @@ class Program:
         while stack:
             var = stack.pop()
             index = self.producer.get(var)
+            # a variable that has a value already cuts off all that computes it: that is how a tail
+            # of the loss is differentiated by its items
             if var in values or index is None or index in needed:
                 continue
             needed.add(index)
@@ -184,6 +189,7 @@ class Program:
 
     def signature(self) -> str:
         """Return a text that is the same for programs that compute the same of their inputs."""
+        # variables are numbered by first use: they are other objects in each trace
         numbers: dict[Var, int] = {}
 
         def name(var: Var) -> str:
@@ -222,6 +228,8 @@ def called(equation: Any) -> Any:
 def programs_in(equation: Any) -> Iterator[Any]:
     """Yield the jaxprs in the parameters of an equation of a jaxpr."""
     for value in equation.params.values():
+        # `cond` keeps its branches in a tuple; a program is a `Jaxpr`, with equations, or a
+        # `ClosedJaxpr`, with a jaxpr and its constants
         parts = value if isinstance(value, tuple | list) else (value,)
         for part in parts:
             if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
@@ -258,6 +266,7 @@ def users_line_of(equation: Any) -> str:
     """Return `file:line` of the innermost frame of the user's at which an equation was traced."""
     trace = equation.source_info.traceback
     frames = () if trace is None else trace.frames
+    # JAX lists the innermost frame first
     line = ((f.file_name, f.line_num) for f in frames if is_users(f.file_name))
     found = next(line, None)
     return "" if found is None else f"{shown_path(found[0])}:{found[1]}"
@@ -271,7 +280,9 @@ def is_float(value: Any) -> bool:
 def _adds_up(equation: Any) -> bool:
     """Return whether a scan may add up a loss: a number of real numbers is carried."""
     carried = equation.outvars[: ScanOperands.of(equation.params).carried]
+    # some scripts carry their loss as an array of one element
     numbers = [one.aval for one in carried if one.aval.shape in ((), (1,))]
+    # a longer scan is left as it is, and a loss that is added up inside of it is said to be opaque
     return equation.params["length"] <= MOST_UNROLLED and any(map(is_float, numbers))
 
 
@@ -293,11 +304,14 @@ class _Flattener:
             if not isinstance(var, jex.Literal):
                 found: Var = values[var]
                 return found
+            # each use of a literal has a variable of its own, so that equal losses have equal
+            # signatures
             number = Var(var.aval)
             self.program.literals[number] = var.val
             return number
 
         for equation in jaxpr.eqns:
+            # what a library computes for the user stands at the line of the user's call
             here = users_line_of(equation) or line
             results = self._equation(equation, [read(one) for one in equation.invars], here)
             values.update(zip(equation.outvars, results, strict=True))
@@ -305,6 +319,8 @@ class _Flattener:
 
     def _equation(self, equation: Any, ins: list[Var], line: str) -> Sequence[Var]:
         body = called(equation)
+        # `custom_jvp_call` is written out as well: the walk needs the operations inside of it, and
+        # a function with one derivative in two forms has the same gradient either way
         if body is not None:
             return list(self.walk(*opened(body), ins, line))
         if equation.primitive.name == "scan" and _adds_up(equation):
@@ -346,6 +362,8 @@ class _Flattener:
         if params["reverse"]:
             order.reverse()
         rows = dict[int, Sequence[Any]]()
+        # rows are kept by their number, so that a reversed scan stacks them in the same order as
+        # JAX does
         for t in order:
             given = [
                 self._python("row", _row_reader(t), [x], aval, line)

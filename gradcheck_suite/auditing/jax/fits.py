@@ -82,6 +82,7 @@ def fit(
     )
     keep &= np.isfinite(matrix).all(1) & np.isfinite(target)
     number = matrix.shape[1]
+    # columns of zeros give zeros: nothing explains any other target
     if not keep.any() or not matrix[keep].any():
         nothing = np.zeros(number)
         return LinearCombination(
@@ -90,9 +91,12 @@ def fit(
             not target.any(),
             0.0,
         )
+    # samples are float32, so that each is off by a unit of rounding even where nothing else is
     blur = (0.0 if noise is None else noise) + EPS * np.abs(target[keep]).max() * np.ones(
         len(scale)
     )
+    # each leaf is compared on its own scale: gradients of a bias and of an embedding may differ by
+    # orders of magnitude, and the larger one alone would decide
     a = matrix[keep] / scale[keep, None]
     b = target[keep] / scale[keep]
     blur = blur[keep] / scale[keep]
@@ -100,14 +104,21 @@ def fit(
     a = a * say[:, None]
     b = b * say
     blur = blur * say
+    # `rcond` is relative to the largest singular value: without columns of one length, a small
+    # gradient beside a large one would be cut off as if it were a combination of others
     size = np.maximum(np.linalg.norm(a, axis=0), 1e-300)
     solution, _, _, singular = np.linalg.lstsq(a / size, b, rcond=1e-6)
     found = solution / size
+    # what is rounded is each term of the sum, and terms that cancel are larger than their sum
     rounding = relative * ((np.abs(a) * np.abs(found)).sum(1).max() + np.abs(b).max())
     rounding += float(blur.max())
+    # only what the noise of the target does not explain is left over
     left = np.maximum(np.abs(a @ found - b) - 4 * blur, 0)
+    # an error of the samples moves a coefficient by at most its size over the smallest singular
+    # value; directions that `rcond` has cut off have no coefficient
     smallest = singular[singular > 1e-6 * singular[0]].min()
     errors = rounding / 8 * np.sqrt(len(b)) / smallest / size
+    # with fewer samples than columns a fit leaves nothing over; where it does, it has failed
     tells = len(b) >= number or np.allclose(left, 0, atol=rounding)
     off = float(left.max())
     return LinearCombination(
@@ -137,6 +148,7 @@ def _scales(
         for part in projections:
             keep[part] = with_projections
     largest = scale.max(initial=0.0)
+    # in leaves whose gradients are nothing beside the largest, there is rounding alone
     keep &= scale > 1e-12 * max(largest, 1e-300)
     return np.maximum(scale, max(FLOOR * largest, 1e-300)), keep
 

@@ -101,6 +101,7 @@ def marking(now: Marking) -> Iterator[None]:
 
 def _current(kind: type[Mark] = PassMark) -> Marking | None:
     """Return the marking that a call is to take part in, or None."""
+    # of audits inside of each other, the innermost one marks
     if not _marking or _stack.losses or not _marking[-1].is_on(kind):
         return None
     return _marking[-1]
@@ -167,6 +168,8 @@ def trace_loss(
         whole = list(args)
         for n, one in zip(argnums, jax.tree.unflatten(tree, some), strict=True):
             whole[n] = one
+        # a loss may return more than arrays, such as a text beside its value: what is no tracer
+        # stays as it was in this one run of the script's Python
         results, made["tree"] = jax.tree.flatten(function(*whole, **kwargs))
         traced = [isinstance(one, jax.core.Tracer) for one in results]
         made["results"] = [
@@ -211,6 +214,7 @@ def _traced_loss(
     """Trace a loss; None where that is not possible."""
     code = getattr(function, "__code__", None)
     if code not in now.plain:
+        # a loss that draws from numpy must draw the same numbers when its plain call runs it again
         state = np.random.get_state()
         try:
             with printed_once():
@@ -240,10 +244,13 @@ def _mark_pass(now: Marking, loss: Any, gradient: Any, traced: TracedLoss, cotan
     given = [results[i] for i in floats]
     program = flatten(traced.closed)
     trained = [program.inputs[i] for i, leaf in enumerate(traced.leaves) if is_float(leaf)]
+    # without a gradient of real numbers there is nothing that an optimizer could be given
     if not given or not trained or len(results) != len(traced.leaves):
         return gradient
     constants = list(program.constants.values())
     axes = _varying_over([loss, *traced.leaves, *constants])
+    # the mark carries all that its summary needs: a value that it closed over would be a tracer of
+    # another trace where the loss is inside of a compiled function
     inputs = [] if cotangent is None else [cotangent]
     inputs += [*traced.leaves, *constants, *program.literals.values()]
     data = list(program.constants)
@@ -373,6 +380,7 @@ def vjp(fun: Callable[..., Any], *primals: Any, has_aux: bool = False, **options
             has_aux=has_aux,
             **options,
         )
+    # what an array's cotangent gives is no gradient of a loss
     if getattr(value, "shape", None) != () or not is_float(value):
         return (value, back, *aux)
 
@@ -434,6 +442,7 @@ class _MarkedBack:
 
 def observed(update: Callable[..., Any], name: str, *, multi: bool = False) -> Callable[..., Any]:
     """Return an `update` of an optax transformation that marks what it is given."""
+    # a transformation that is made of the `update` of another one, as wrappers do, is marked once
     if getattr(update, "is_observed_by_audit", False):
         return update
     owner = _marking[-1].new_owner() if _marking else 0
@@ -459,6 +468,8 @@ def observed(update: Callable[..., Any], name: str, *, multi: bool = False) -> C
             depth=len(around),
             multi=multi,
         )
+        # `MultiSteps` hands the mean of what it has gathered to the optimizer in it: that is what
+        # the step is on
         mark.inside = bool(around) and around[-1].multi
         _stack.updates.append(mark)
         try:
@@ -486,6 +497,7 @@ def _mark_update(now: Marking, mark: UpdateMark, given: Any, result: Any, params
         through = [i for i, one in enumerate(leaves) if is_float(one)]
         paths = jax.tree_util.tree_flatten_with_path(given)[0]
         gradient = [(path, one) for path, one in paths if is_float(one)]
+        # `update` without parameters is as usual as with them: SGD needs none
         known = [one for one in jax.tree.leaves(params) if is_float(one)]
         if not through or not gradient:
             return result

@@ -100,6 +100,7 @@ class JaxJudge:
     def take(self, events: Iterable[Event]) -> None:
         """Take what happened."""
         for event in events:
+            # what follows a gap says nothing about the update before it
             if isinstance(event, UnreadMarks):
                 self.settle_unsure()
                 self.generation += 1
@@ -132,9 +133,13 @@ class JaxJudge:
         before = [one for one in self.passes.columns if one.mark.shapes == shapes]
         if not before or is_same_point(before[-1], column):
             return
+        # the window is what was computed by the parameters that have just been left
         first = [one for one in before if is_same_point(one, before[-1])]
+        # the change of the parameters is compared with gradients, which needs the same leaves in
+        # both
         if len(first[0].parameters) != len(first[0].gradient):
             return
+        # a negative index, by which these are found again should an optimizer be seen after all
         optimizer = self.implicit.setdefault(shapes, Optimizer(-1 - len(self.implicit)))
         step = implicit_step(self.steps, first[-1].mark.place, first, column)
         self._judge(optimizer, step, first)
@@ -152,6 +157,8 @@ class JaxJudge:
         given = inner if inner is not None else event
         continues = self._continues(given)
         if self._unsure is not None:
+            # a second update before any gradient, and not of what the first one returned: that one
+            # was thrown away
             is_of_same = not continues and self._unsure.mark.shapes == mark.shapes
             self.settle_unsure(is_step=not is_of_same)
         self._last_update = event
@@ -173,6 +180,8 @@ class JaxJudge:
             event,
             mark,
         )
+        # a transformation such as clipping never turns against its gradient. What has done so once
+        # is an optimizer, though momentum may carry a later update of it along the gradient
         optimizer.turns = optimizer.turns or not update.keeps_direction()
         if optimizer.turns:
             self._take_step(update)
@@ -184,6 +193,8 @@ class JaxJudge:
     ) -> None:
         """Take an update that was 0."""
         norms = np.asarray(given.values["gradient"]["norms"])
+        # an update of 0 is right for a gradient of zeros, and for one that is not finite where
+        # `optax.apply_if_finite` skips it
         if not np.isfinite(norms).all() or not norms.any():
             return
         optimizer.held.all_times += 1
@@ -229,9 +240,11 @@ class JaxJudge:
             return False
         before = np.asarray(last.values["update"]["sample"], float)
         now = np.asarray(event.values["gradient"]["sample"], float)
+        # each of the two is rounded by a program of its own
         same = before.shape == now.shape and np.allclose(
             before, now, rtol=1e-4, atol=1e-6 * np.abs(now).max(initial=0.0)
         )
+        # zeros are equal whatever they came from
         return bool(same and now.any())
 
     def _optimizer_of(self, mark: UpdateMark) -> Optimizer:
@@ -254,6 +267,7 @@ class JaxJudge:
         parameters = values.get("parameters", {}).get("sample")
         optimizer.place = mark.place
         number = len(mark.shapes)
+        # with several devices there is a row for each
         reached = norms.reshape(-1, number).max(0)
         optimizer.reached = reached if optimizer.reached is None else optimizer.reached + reached
         if optimizer.generation != self.generation:
@@ -299,6 +313,7 @@ class JaxJudge:
         """Keep what an update that comes after some that were 0 is a sum of."""
         update = np.asarray(event.values["update"]["sample"], np.float64)
         update = update[0] if event.devices else update
+        # an update goes against what it was made of
         of_sum = replace(
             step,
             gradient=-update,
@@ -306,6 +321,7 @@ class JaxJudge:
             parameters=None,
         )
         all_columns = [*optimizer.held.columns, *columns]
+        # an optimizer without a past, so that nothing counts as left over from an earlier step
         found = explain(Optimizer(-1), of_sum, all_columns)
         alike = isinstance(found, StepGradients) and _are_alike(found)
         self.verdicts.held[optimizer.index].append(
@@ -327,6 +343,7 @@ class JaxJudge:
         model shows where they are alike again.
         """
         allowed = 1e-5 * np.abs(gradient).max(initial=0.0)
+        # NaN on all devices is the same gradient on all of them
         if np.allclose(gradient, gradient[:1], rtol=1e-3, atol=allowed, equal_nan=True):
             return False
         alike = parameters is None or bool((parameters == parameters[:1]).all())
@@ -383,6 +400,7 @@ class JaxJudge:
         place = columns[0].mark.place if columns else step.place
         last = optimizer.last
         if columns:
+            # should the next step be on this same gradient, it is found as a column of its own
             optimizer.last = replace(
                 columns[0],
                 gradient=step.gradient,
@@ -442,6 +460,7 @@ class JaxJudge:
         used = window.used or list(columns)
         optimizer.sites |= {column.mark.place for column in used}
         optimizer.before = list(used)
+        # a window that lacks passes does not say how long windows are
         if not window.lost:
             optimizer.lengths[window.length] += 1
         self.passes.settle(optimizer.index, window, used)
@@ -453,6 +472,7 @@ class JaxJudge:
         if not window.used:
             return StepFault("no-gradient", "nothing of the window is in the gradient at the step")
         first = window.used[0]
+        # before what follows: of gradients by several parameters no weight says anything
         if not all(is_same_point(first, column) for column in window.used):
             return StepFault(
                 "stale-parameters",
@@ -483,6 +503,7 @@ class JaxJudge:
             entered = row[:, ENTERED].max()
             difference = row[:, DIFFERENCE].max()
             identity = row[:, IDENTITY].max()
+            # `not >`, since NaN says that a rule was not called, or could not be checked
             if not difference > WRONG_RULE * max(own, entered):
                 continue
             line = rule.line or str(column.mark.place)

@@ -109,6 +109,8 @@ class _Reader:
         if len(operands) != 1:
             return False
         name = equation.name
+        # `select_n` by a mask is a product with 0 or 1; a constant divided by a number is not
+        # linear in it
         return name in ("mul", "select_n") or (name == "div" and operands[0] is equation.ins[0])
 
     def split(self, var: Var, line: str = "") -> None:
@@ -138,13 +140,16 @@ class _Reader:
             )
         elif name == "reduce_sum":
             self.found.append(self._term(operands[0], line))
+        # a sum of sums is several terms: each may be a mean over other items
         elif name in SUMS | LINEAR:
             for one in operands:
                 self.split(one, line)
         elif self._is_scaled(equation):
             self.split(operands[0], line)
+        # a dot product with something constant is a weighted sum
         elif name == "dot_general" and len(operands) == 1 and operands[0].size > 1:
             self.found.append(self._term(operands[0], line))
+        # a root or a logarithm of a mean has no weight for its items: it depends on their values
         elif any(one.size == 1 and self._rests_on_sum(one) for one in operands):
             self.found.append(
                 LossTerm(
@@ -187,6 +192,7 @@ class _Reader:
             if not linear or len(operands) != 1:
                 names.append(name)
                 break
+            # copies of one number are no items: they are all the same one
             if name == "broadcast_in_dim" and operands[0].size != levels[-1].size:
                 names.append("broadcast")
                 break
@@ -273,8 +279,11 @@ def weights_of(program: Program, term: LossTerm, given: Mapping[Var, Any]) -> li
         def tail(items: Any, level: Var = level) -> Any:
             return program.evaluate(program.outputs[:1], {**given, level: items})[0].reshape(())
 
+        # the tail is linear, so that its gradient is the same at zeros as at the items: they need
+        # not be computed for it
         weights = UNMARKED.grad(tail)(_zeros(level.aval)).astype(jnp.float32)
         size = jnp.abs(weights)
+        # an item that a mask leaves out has weight 0, and counts for nothing
         is_item = size > 0
         least = jnp.min(jnp.where(is_item, size, jnp.inf))
         number = jnp.sum(is_item).astype(jnp.float32)
@@ -319,8 +328,10 @@ def _rows_of(items: Var, data: Sequence[Var]) -> int | None:
     leading = [one.shape[0] for one in arrays if items.shape[0] % one.shape[0] == 0]
     if not leading:
         return None
+    # the number of rows that fits exactly, else the one that most inputs have
     rows = max(set(leading), key=lambda n: (n == items.shape[0], leading.count(n)))
     second = {one.shape[1] for one in arrays if len(one.shape) > 1 and one.shape[0] == rows}
+    # items may be all tokens of all rows in one axis: rows times the second axis of an input
     is_batch = rows > 2 and items.shape[0] // rows in second | {1}
     return rows if is_batch else None
 
@@ -366,6 +377,7 @@ def mixing_of(program: Program, term: LossTerm, replaced: Var, values: dict[Var,
     assert items is not None
     array = jnp.asarray(values[replaced])
     before = program.extend([items], values)[0].astype(jnp.float32)
+    # what does not depend on the replaced input was computed already, and is not computed again
     affected = program.affected(replaced)
     others = {var: value for var, value in values.items() if var not in affected}
     largest = jnp.max(jnp.abs(before))
@@ -377,6 +389,7 @@ def mixing_of(program: Program, term: LossTerm, replaced: Var, values: dict[Var,
     def change(axis: int, after: Any) -> Any:
         block = items.shape[axis] // array.shape[axis]
         of_others = jnp.moveaxis(before - after, axis, 0)[block:]
+        # `where` in place of a branch: the value is a tracer
         return jnp.max(jnp.abs(of_others)) / jnp.where(largest == 0, 1, largest)
 
     has_time = items.shape[:2] == array.shape[:2] and len(array.shape) > 1 and array.shape[1] > 1
@@ -468,6 +481,7 @@ class CondBranch:
     def is_taken(self, values: Sequence[Any]) -> Any:
         """Return whether the branch is taken; traceable."""
         last = len(self.equation.params["branches"]) - 1
+        # JAX clamps the index in the same way
         return jnp.clip(jnp.asarray(values[0], jnp.int32), 0, last) == self.number
 
 
@@ -525,6 +539,8 @@ def _all_rules(
                     inside,
                 )
             )
+        # a `while` is not entered: JAX has no gradient of one in reverse mode, so that no backward
+        # of a loss goes through it
         elif equation.name == "scan" and equation.params["length"]:
             turn = LastIteration(equation, flatten(equation.params["jaxpr"]))
             found += _all_rules(turn.body, _reached_inside(turn, reached), (*inside, turn))
@@ -610,14 +626,17 @@ def check_rule(program: Program, rule: CustomRule, known: dict[Var, Any]) -> Any
         cotangents = [_cotangent(i, one) for i, one in enumerate(results)]
         gradients.append(_flattened(back(cotangents)))
     own, entered = gradients
+    # where the shapes differ, the function is no identity, which NaN says: it equals nothing
     distance = jnp.float32(jnp.nan)
     if results and inputs[0].shape == results[0].shape:
         distance = _norm_of(_flattened(inputs[:1]) - _flattened(results[:1]))
     found = jnp.stack([_norm_of(own), _norm_of(entered), _norm_of(own - entered), distance])
+    # NaN is greater than nothing: a rule that was not called is not judged
     return jnp.where(is_called, found, jnp.nan)
 
 
 def _cotangent(index: int, result: Any) -> Any:
+    # fixed keys, so that one run has one verdict; a cotangent of ones would hide what sums to 0
     cotangent = jax.random.normal(jax.random.key(index), result.shape).astype(result.dtype)
     axes = tuple(varying(jax.typeof(result)))
     return jax.lax.pcast(cotangent, axes, to="varying") if axes else cotangent

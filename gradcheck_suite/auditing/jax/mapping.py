@@ -18,6 +18,8 @@ from gradcheck_suite.auditing.loss_terms import Term
 from gradcheck_suite.auditing.replay import BackwardPass, StepWindow
 from gradcheck_suite.auditing.weighing import WindowReadings
 
+Level = np.ndarray[tuple[int], np.dtype[np.float64]]
+"""What is kept of the weights of a level: `LEAST` to `ROWS`."""
 EVEN = 1e-5
 """Relative difference of the weights of items that weigh the same."""
 TOLERANCE = 2e-5
@@ -39,23 +41,18 @@ def term_of(term: LossTerm, levels: Sequence[Sequence[float]], unread: str) -> T
     if term.opaque or unread or not len(levels):
         return Term(expression, opaque=term.opaque or unread or "it has no items", line=line)
     rows = [np.asarray(one, np.float64) for one in levels]
+    # a level without weights is all masked: it is even, and counts nothing
     even = [one for one in rows if not one[NUMBER] or _is_even(one)]
     if not even:
         return Term(expression, opaque="its items have other weights each", line=line)
-    first = even[0]
     weight = _signed_weight(even[0])
-    alike = [one for one in even if one[NUMBER] and _is_alike(one, weight)]
-    others = [one for one in even if one[NUMBER] and not _is_alike(one, weight)]
-    # sums of rows may be summed: the innermost items are counted, or the outermost, or the fewest
-    numbers = [float(one[NUMBER]) for one in alike] or [0.0]
-    counts = {"nonzero": numbers[-1], "elements": float(first[NUMBER])}
-    rows_of_items = [*numbers, *(float(one[ROWS]) for one in alike)]
-    if min(rows_of_items) not in counts.values():
-        counts["rows"] = min(rows_of_items)
+    counted = [one for one in even if one[NUMBER]]
+    alike = [one for one in counted if _is_alike(one, weight)]
+    others = [one for one in counted if not _is_alike(one, weight)]
     return Term(
         expression,
         weight,
-        counts,
+        _counts_of(alike, elements=float(even[0][NUMBER])),
         deeper=tuple((_signed_weight(one), float(one[NUMBER])) for one in others),
         tolerance=TOLERANCE,
         of_parameters=term.of_parameters,
@@ -63,15 +60,32 @@ def term_of(term: LossTerm, levels: Sequence[Sequence[float]], unread: str) -> T
     )
 
 
-def _is_even(row: np.ndarray[tuple[int], np.dtype[np.float64]]) -> bool:
+def _counts_of(levels: Sequence[Level], *, elements: float) -> dict[str, float]:
+    """Return what a term may count: by name, a number of items.
+
+    Sums of rows may be summed: the innermost items are counted, or the outermost, or the fewest.
+
+    Args:
+        levels: those whose items weigh the same as the outermost ones, these first.
+        elements: the number of the outermost items.
+    """
+    numbers = [float(one[NUMBER]) for one in levels] or [0.0]
+    counts = {"nonzero": numbers[-1], "elements": elements}
+    fewest = min([*numbers, *(float(one[ROWS]) for one in levels)])
+    if fewest not in counts.values():
+        counts["rows"] = fewest
+    return counts
+
+
+def _is_even(row: Level) -> bool:
     return bool(row[LARGEST] - row[LEAST] <= EVEN * row[LARGEST])
 
 
-def _signed_weight(row: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
+def _signed_weight(row: Level) -> float:
     return float(np.sign(row[TOTAL]) * row[LARGEST]) if row[NUMBER] else 0.0
 
 
-def _is_alike(row: np.ndarray[tuple[int], np.dtype[np.float64]], weight: float) -> bool:
+def _is_alike(row: Level, weight: float) -> bool:
     return bool(abs(row[LARGEST] - abs(weight)) <= EVEN * abs(weight))
 
 

@@ -34,6 +34,8 @@ from gradcheck_suite.auditing.places import Place
 SAMPLES = 48
 PROJECTIONS = 2
 """Elements of a leaf that are kept, and sums of all of its elements, each times a wave of its own."""
+# no multiple of one is near one of the other or of a layer's width, so that the two sums see other
+# combinations of the elements
 _FREQUENCIES = (0.7390851, 1.618034)
 
 
@@ -80,6 +82,7 @@ class PassMark:
         inputs = values[number + 1 :]
         if self.scaled:
             cotangent, *inputs = inputs
+            # a loss scale went backward in place of 1; the weights are those of the loss itself
             gradient = [one / cotangent for one in gradient]
         program = self.program
         own = [*program.inputs, *program.constants, *program.literals]
@@ -254,6 +257,7 @@ COARSE_FIRST = ("bfloat16", "float16", "float32", "float64")
 def coarsest_of(leaves: Sequence[Any]) -> str:
     """Return the coarsest dtype of some arrays."""
     found = {str(one.dtype) for one in leaves}
+    # a dtype that is not listed, such as one of 8 bits, is no finer than the coarsest that is
     return next((name for name in COARSE_FIRST if name in found), "bfloat16")
 
 
@@ -283,6 +287,8 @@ def sketch(leaves: Sequence[Any]) -> dict[str, Any]:
             if len(members) > 1
             else arrays[members[0]][None]
         )
+        # norms and projections add up thousands of elements, of which bfloat16 would keep two
+        # digits
         rows = rows if rows.dtype == jnp.float64 else rows.astype(jnp.float32)
         parts.append(_sampled(rows).reshape(-1))
         flat = rows.reshape(rows.shape[0], -1)
@@ -336,12 +342,15 @@ def _sampled(rows: Any) -> Any:
     flat = rows.reshape(rows.shape[0], number)
     if number <= SAMPLES:
         return flat
+    # 1 is prime to every number, so that there always is one
     step = next(s for s in range(number // SAMPLES, 0, -1) if np.gcd(s, number) == 1)
     elements = jax.lax.slice(flat, (0, 0), (rows.shape[0], (SAMPLES - 1) * step + 1), (1, step))
     width = _width(rows.shape[1:])
     table = rows.reshape(rows.shape[0], number // width, width)
     of_rows = _waves(number // width, rows.dtype)
     # a sum with the outer product of two short waves: two small products, and no long wave
+    # XLA multiplies float32 in bfloat16 on a TPU and in TF32 on a GPU unless told otherwise:
+    # https://docs.jax.dev/en/latest/jax.lax.html#jax.lax.Precision
     columns = jnp.einsum(
         "lrc,cp->lrp",
         table,
@@ -375,6 +384,7 @@ def _waves(number: int, dtype: Any) -> Any:
     period = min(number, PERIOD)
     angles = np.arange(1, period + 1)[:, None] * np.array(_FREQUENCIES)
     waves = jnp.asarray(np.cos(angles), dtype)
+    # `jnp.resize` repeats what it is given
     return waves if period == number else jnp.resize(waves, (number, PROJECTIONS))
 
 

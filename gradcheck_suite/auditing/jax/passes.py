@@ -63,6 +63,7 @@ class OpenPasses:
 
     def add(self, found: Sequence[Column]) -> None:
         """Keep the columns of a gradient."""
+        # a script that evaluates gradients and never steps must not fill the memory
         self.columns = [*self.columns, *found][-MOST_OPEN:]
         first = found[0]
         points = self.points.setdefault((first.mark.place, first.mark.shapes), Points(first))
@@ -102,6 +103,7 @@ class OpenPasses:
             if column.number in numbers:
                 column.consumers.add(optimizer)
             column.age += 1
+            # a gradient whose every leaf this optimizer was given has no part left for another one
             whole = column.mark.shapes == tuple(window.step.shapes)
             if column.age < MOST_AGE and not (whole and column.consumers):
                 kept.append(column)

@@ -50,6 +50,7 @@ class Rate:
     def due(self) -> int:
         """Return how many steps to count for a call that is not looked at."""
         self.owed += self.steps / self.calls
+        # three thirds of a step fall short of one by rounding
         whole = int(self.owed + 1e-9)
         self.owed -= whole
         return whole
@@ -204,6 +205,8 @@ class JaxRecorder:
         start = time.perf_counter()
         self._is_busy = True
         try:
+            # the user's debug modes and strict promotion are for their own program: ours holds NaN
+            # on purpose, and would stop at them
             with (
                 jax.debug_nans(False),
                 jax.debug_infs(False),
@@ -330,6 +333,7 @@ LATER: list[tuple[contextlib.ExitStack, Marking]] = []
 
 def replace(stack: contextlib.ExitStack, holder: Any, name: str, value: Any) -> None:
     """Replace a name until a stack is closed."""
+    # `getattr` of a class unwraps a `staticmethod`: to put that back would change the class
     kept = holder.__dict__[name] if isinstance(holder, type) else getattr(holder, name)
     setattr(holder, name, value)
     stack.callback(setattr, holder, name, kept)
@@ -341,6 +345,7 @@ def _in_optax(stack: contextlib.ExitStack, optax: ModuleType) -> None:
     real_update = multi_steps.update
 
     def update(self: Any, updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        # an instance that was made before the audit began is marked at its first update
         marked = self.__dict__.get("update_marked_by_audit")
         if marked is None:
             marked = observed(real_update.__get__(self), "MultiSteps", multi=True)
@@ -362,6 +367,7 @@ def _in_optax(stack: contextlib.ExitStack, optax: ModuleType) -> None:
     real_new = transformation.__new__
 
     def new(cls: Any, init: Any, update: Any) -> Any:
+        # `MultiSteps.gradient_transformation` hands on its own `update`, which is marked already
         is_multi = isinstance(getattr(update, "__self__", None), multi_steps)
         name = getattr(update, "__qualname__", "").partition(".")[0]
         return real_new(cls, init, update if is_multi else observed(update, name))

@@ -138,6 +138,7 @@ class ProgramContents:
         updates = [one for one in self.marks(jaxpr) if isinstance(one, UpdateMark)]
         if not updates:
             return set()
+        # JAX's own dead code elimination says what no result depends on; effects of a mark are none
         needed, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
         kept = {id(one) for one in self.marks(needed)}
         return {id(one) for one in updates} - kept
@@ -232,6 +233,7 @@ class MarkedEvaluation:
             found = summarized(params["mark"], axes, values)
             return values[: params["through"]], [kept_mark(params["mark"], axes, found)]
         if name in CALLBACKS:
+            # a callback that only prints is left out: the user's own call prints
             if equation.outvars:
                 raise CannotReplayError(
                     f"it calls back into Python (`{name}`) for a result, which a second program"
@@ -266,6 +268,7 @@ class MarkedEvaluation:
         fixed, carry, iterated = parts.cut(values)
         updates = [one for one in marks if isinstance(one, UpdateMark) and not one.depth]
         steps = bool(updates)
+        # a whole training may be one scan: the first steps say what the others do
         short = min(length, MOST_STEPS) if steps else length
         if short < length:
             iterated = [x[-short:] if reverse else x[:short] for x in iterated]
@@ -304,6 +307,8 @@ class MarkedEvaluation:
         def kept_of(*state: Any) -> Any:
             return self.run(jaxpr, constants, [*for_body, *state])[1]
 
+        # a `while` returns its last state alone: what its turns keep is written into room that is
+        # carried along, and turns beyond that room are dropped
         shapes = jax.eval_shape(kept_of, *carry)
         room = jax.tree.map(lambda one: _room(one, (MOST_TURNS, *one.shape)), shapes)
 
@@ -339,6 +344,8 @@ class MarkedEvaluation:
             def run(*some: Any) -> Any:
                 jaxpr, constants = branches[number]
                 results, kept = self.run(jaxpr, constants, some)
+                # all branches of a `switch` return the same structure: zeros stand for the marks of
+                # those that are not taken
                 every = jax.tree.map(lambda one: _room(one, one.shape), shapes)
                 every[number] = kept
                 return results, every
@@ -360,12 +367,14 @@ class MarkedEvaluation:
     def _shard_map(self, params: Any, values: list[Any]) -> tuple[list[Any], list[KeptMarks]]:
         mesh = params["mesh"]
         made = {}
+        # the name of the parameter depends on the version of JAX
         manual = params.get("newly_manual_axes", params.get("manual_axes"))
         axes = tuple(axis for axis in mesh.axis_names if axis in manual)
 
         def body(*args: Any) -> Any:
             results, kept = self.run(params["jaxpr"], (), args)
             leaves, made["tree"] = jax.tree.flatten(kept)
+            # the new first axis is the one along which `out_specs` joins what the devices return
             return results, [_varies(one, axes)[None] for one in leaves]
 
         mapped = jax.shard_map(
@@ -501,6 +510,7 @@ def events_of(kept: Sequence[KeptMarks], around: Around = Around()) -> Iterator[
                 yield UnreadMarks()
         elif node.kind == BRANCHES:
             which = around.number(node.data)
+            # JAX clamps the index of a `cond` in the same way
             branch = node.parts[min(max(which, 0), len(node.parts) - 1)]
             yield from events_of(branch, around)
         else:

@@ -116,6 +116,7 @@ class JaxAudit:
         recorder = self._recorder
         found = judge.verdicts.violations() if recorder.off is None else []
         accepts = self._options.accepts
+        # an accepted violation stays in the result, so that a reader sees what was accepted
         violations = tuple(v for v in found if not accepts(v.diagnosis, v.where))
         accepted = tuple(v for v in found if accepts(v.diagnosis, v.where))
         unknown = judge.verdicts.all_unknown()
@@ -126,6 +127,7 @@ class JaxAudit:
             notes[finding("failed-instrument", said, remedy="")] += 1
         named = tuple(replace(one, steps=times) for one, times in notes.items())
         judged = judge.verdicts.weighed if "weights" not in self._options.without else judge.judged
+        # a step that is violated was judged, whichever instrument has found that
         windows = len(judged | judge.verdicts.violated)
         skipped = {
             f"budget {self._options.budget or DEFAULT_BUDGET}": recorder.counts.counted,

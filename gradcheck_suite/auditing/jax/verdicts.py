@@ -157,6 +157,7 @@ class Verdicts:
             if usual and usual[0][0] == window.length:
                 continue  # other windows are as long, and lack nothing: it was discarded
             last = min(column.number for column in window.used)
+            # all that is missing came before all that is used: the sum was begun anew
             is_reset = all(column.number < last for column in window.lost)
             number = len({column.number for column in window.lost})
             are = "is" if number == 1 else "are"
@@ -212,6 +213,7 @@ class Verdicts:
     def _weigh(self) -> None:
         clipped = self._clipped()
         now = len(self.shown), len(clipped)
+        # `violations` is asked for after each step where the audit stops at the first one
         if not self.judges_weights or self._weighed_at == now:
             return
         self._weighed_at = now
@@ -307,6 +309,7 @@ class Verdicts:
     ) -> None:
         """Note steps on one micro-batch with a share of its mean, as of a window of several."""
         for window, one in zip(windows, pending, strict=True):
+            # without a known learning rate, a share of the loss cannot be told from it
             if window.length > 1 or not window.step.is_scaled:
                 continue
             read: list[ComparedObjective] = []
@@ -337,6 +340,7 @@ def _divisor_of_share(objective: ComparedObjective) -> int:
     if objective.status != "equal" or objective.right():
         return 0
     shares = objective.coefficients.values()
+    # 1/2 is the largest share there is; what is no share of a whole number is a coefficient
     divisors = [round(1 / c) for c in shares if 0 < c < 0.6 and abs(1 / c - round(1 / c)) < 1e-3]
     return min(divisors, default=0)
 
@@ -350,6 +354,7 @@ def _in_jax_words(violation: Violation) -> Violation:
             if remedy.jax:
                 text = text.replace(remedy.torch, remedy.jax)
     sentence, fix, remedy_text = text.partition(FIX)
+    # the rules are shared with torch, and speak of `.grad` and of ranks
     sentence = sentence.replace("`.grad`", "the gradient at the step").replace("rank", "device")
     return replace(violation, explanation=f"{sentence}{fix}{remedy_text}")
 

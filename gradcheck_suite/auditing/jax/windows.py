@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
 
 from gradcheck_suite.auditing.jax.fits import EPS, LinearCombination, Vector, fit, near
@@ -74,8 +75,6 @@ class Column:
 
 
 def _of_device(tree: Any, device: int | None) -> Any:
-    import jax
-
     return tree if device is None else jax.tree.map(lambda x: x[device], tree)
 
 
@@ -86,6 +85,7 @@ def gradient_columns(event: MarkEvent, number: int) -> list[Column]:
     devices: list[int | None] = list(range(event.devices)) or [None]
     members = [Member(d or 0, _of_device(event.values["terms"], d)) for d in devices]
     found = []
+    # what JAX has added up over devices is the same on all of them: the first one stands for each
     for device in devices[: 1 if mark.reduced else None]:
         values = _of_device(event.values, device)
         found.append(
@@ -115,10 +115,12 @@ def select(column: Column, shapes: Sequence[tuple[int, ...]]) -> Column | None:
         return column
     number = len(shapes)
     starts = [i for i in range(len(own) - number + 1) if own[i : i + number] == tuple(shapes)]
+    # where the shapes fit in two places, as of two equal towers, either could be meant
     if len(starts) != 1:
         return None
     parts = segments(own)[starts[0] : starts[0] + number]
     at = np.concatenate([np.arange(slices[0].start, slices[-1].stop) for slices in parts])
+    # a loss may be by more leaves than have a gradient of real numbers
     cut = column.parameters[at] if len(column.parameters) == len(column.gradient) else np.zeros(0)
     return Column(
         column.number,
@@ -220,6 +222,7 @@ def is_of_earlier_step(window: StepGradients, optimizer: Optimizer) -> bool:
         return False
     point = window.used[0].parameters
     shapes = window.used[0].mark.shapes
+    # samples of other lengths are of other leaves, and say nothing about these
     if any(len(one) != len(point) for one in (now, *known)) or _is_close(point, now, shapes):
         return False
     return any(_is_close(point, one, shapes) for one in known)
@@ -396,12 +399,15 @@ def explain(
     """
     if not columns:
         return Unfitted("no-gradient-before-step", NONE_BEFORE)
+    # least squares with one NaN in it returns NaN for every coefficient
     if not (np.isfinite(step.gradient).all() and all(one.is_finite for one in columns)):
         return Unfitted("not-finite", NOT_FINITE)
     columns = [one for one in columns if one.gradient.any()]  # others tell nothing
     if not columns:
         return Unfitted("no-gradient-before-step", ZEROS)
     own = _fit(step, columns)
+    # many combinations fit, as where all gradients are alike: the plainest one is taken, the same
+    # coefficient for each of the last passes
     if own.is_exact and (own.is_degenerate or not own.is_told):
         window = _shortest(step, columns)
         if window is not None:
@@ -410,6 +416,8 @@ def explain(
         return Unfitted("too-few-elements", ALIKE)
     if own.is_exact:
         return _window(step, columns, own)
+    # of a step that is only seen as a change of the parameters, neither a decay nor momentum could
+    # be told from the optimizer's own rule
     if step.noise is not None:
         return Unfitted("unexplained-gradient", NO_MULTIPLE)
     found = _stale(optimizer, step, columns) or _with_decay(step, columns)
@@ -435,6 +443,7 @@ def _stale(optimizer: Optimizer, step: Step, columns: list[Column]) -> Stale | N
 
 def _fit(step: Step, columns: Sequence[Column], *more: Vector) -> LinearCombination:
     vectors = [*(column.gradient for column in columns), *more]
+    # the step is no more precise than the coarsest gradient that went into it
     relative = max(RELATIVE[d] for d in {step.dtype, *(c.mark.dtype for c in columns)})
     return fit(
         step.shapes,
@@ -448,6 +457,7 @@ def _fit(step: Step, columns: Sequence[Column], *more: Vector) -> LinearCombinat
 def _window(
     step: Step, columns: list[Column], found: LinearCombination
 ) -> StepGradients | Unfitted:
+    # coefficients that are known to 2% at best do not tell one count of items from the next
     if found.tolerance > 0.02:
         return Unfitted("too-few-elements", ALIKE)
     return StepGradients(
@@ -464,6 +474,7 @@ def _shortest(step: Step, columns: list[Column]) -> StepGradients | None:
     All of them alike is tried first, then the shortest window at the end.
     """
     for first in (0, *range(len(columns) - 1, 0, -1)):
+        # one coefficient for all is one column: their sum, which leaves least squares no choice
         some = columns[first:]
         total = sum((column.gradient for column in some), np.zeros_like(step.gradient))
         relative = max(RELATIVE[step.dtype], 3e-5)
@@ -490,6 +501,7 @@ def _with_decay(step: Step, columns: list[Column]) -> StepGradients | None:
     if step.parameters is None or len(step.parameters) != len(step.gradient):
         return None
     found = _fit(step, columns, step.parameters)
+    # the parameters are the last column
     *_, added = found.found
     tells = found.is_exact and found.is_told and not found.is_degenerate
     if not tells or not added or found.tolerance > 0.02:
@@ -509,6 +521,7 @@ def implicit_step(number: int, place: Place, columns: Sequence[Column], after: C
     The learning rate is not known, and so neither is the common factor of the coefficients.
     """
     first = columns[0]
+    # the way that plain gradient descent goes: its change is the learning rate times the gradient
     change = first.parameters - after.parameters
     # the rounding of the parameters is that of their size, not of the change
     noise = 2 * EPS * np.abs(first.parameters)
@@ -537,12 +550,16 @@ def norms_alike(window: StepGradients) -> int:
     """Return how many gradients were cut to the norm of another one before they were added up."""
     sizes = np.array([c for c in window.coefficients if c])
     norms = np.array([column.norm for column in window.used])
+    # clipping to a norm keeps the direction, and leaves shorter gradients as they are: all
+    # coefficients the same, or a negative one, is something else
     if len(sizes) < 2 or (sizes <= 0).any() or near(sizes, sizes.max(), window.tolerance):
         return 0
     cut = sizes < sizes.max() * (1 - window.tolerance)
     limits = (sizes * norms)[cut]
     alike = cut.sum() > 1 and near(limits, limits[0], max(1e-3, window.tolerance))
+    # a gradient that was not cut is no longer than the limit
     if not alike or not ((sizes * norms)[~cut] <= limits[0] * 1.01).all():
         return 0
+    # one that is as long as the limit may have been cut as little as cannot be seen
     reached = (sizes * norms)[~cut] >= limits[0] * (1 - max(1e-3, window.tolerance))
     return int(cut.sum() + reached.sum()) - 1

@@ -33,6 +33,7 @@ def _transposed_kernel(weight: Array, groups: int) -> Array:
     *K).
     """
     c_in, per_group, *kernel = weight.shape
+    # torch lays a transposed weight out by input channels, JAX any weight by output channels
     w = weight.reshape(groups, c_in // groups, per_group, *kernel).swapaxes(1, 2)
     w = w.reshape(groups * per_group, c_in // groups, *kernel)
     return jnp.flip(w, tuple(range(2, w.ndim)))
@@ -69,6 +70,8 @@ def convolution(
             # a transposed convolution pads by what the kernel reaches beyond its first element
             before = dilation[axis] * (size - 1) - padding[axis]
             pads.append((before, before + extra[axis]))
+        # a transposed convolution is the gradient of one: a convolution of the spread-out input
+        # with the flipped kernel
         kernel = _transposed_kernel(weight, groups)
         strides = [1] * n
         lhs = stride
@@ -142,6 +145,7 @@ def _gathered(x: Array, places: Sequence[Places], outside: Any) -> tuple[Array, 
         shape[axis], shape[n + axis] = where.shape
         where = where.reshape(shape)
         inside = inside & (where >= 0) & (where < size)
+        # indices outside are clipped to one that exists; their values are replaced below
         flat = flat * size + np.clip(where, 0, max(size - 1, 0))
     windows = flat.shape[:n]
     flat = flat.reshape(*windows, -1)
@@ -152,6 +156,7 @@ def _gathered(x: Array, places: Sequence[Places], outside: Any) -> tuple[Array, 
 
 
 def _max(x: Array, places: Sequence[Places]) -> tuple[Array, Array]:
+    # padding must not win a maximum
     lowest = -jnp.inf if is_inexact(x) else jnp.iinfo(x.dtype).min
     taken, flat = _gathered(x, places, lowest)
     # `jnp.max` would share the gradient among equal maxima, of which torch takes the first
@@ -185,6 +190,7 @@ def _mean(x: Array, places: Sequence[Places], margins: Sequence[int], divisor: A
             np.sum((where >= -margin) & (where < size + margin), axis=1)
             for where, size, margin in each
         ]
+        # a window counts the product of what it counts along each axis
         divisor = jnp.asarray(reduce(np.multiply.outer, counts), x.dtype)
     return jnp.sum(_gathered(x, places, 0)[0], axis=-1) / divisor
 
@@ -296,6 +302,7 @@ def _antialiased(filter_: Callable[[Any], Any], radius: float) -> Callable[..., 
             low = max(int(centre - support + 0.5), 0)
             high = min(int(centre + support + 0.5), size)
             taps = filter_(np.abs((np.arange(low, high) - centre + 0.5) * stretch))
+            # windows at the border are cut off, and their weights sum to 1 all the same
             matrix[i, low:high] = taps / taps.sum()
         return matrix
 
@@ -395,6 +402,7 @@ def _reflect(x: Array, low2: int, high2: int) -> Array:
     low = low2 / 2
     span = (high2 - low2) / 2
     x = jnp.abs(x - low)
+    # how often a coordinate is reflected is a whole number, and has no derivative
     flips = lax.stop_gradient(jnp.floor(x / span))
     extra = x - flips * span
     return jnp.where(flips % 2 == 0, extra + low, span - extra + low)
@@ -402,6 +410,7 @@ def _reflect(x: Array, low2: int, high2: int) -> Array:
 
 def _clipped(x: Array, size: int) -> Array:
     at_most = jnp.where(x >= size - 1, size - 1, x)
+    # `jnp.clip` shares the gradient at its bounds, where torch's derivative is 0
     return jnp.where(x <= 0, 0, at_most).astype(x.dtype)
 
 

@@ -200,6 +200,7 @@ def _remainder(function: Callable[[Array, Array], Array]) -> Lowering:
         rounded = function(lax.stop_gradient(x), lax.stop_gradient(y))
         if not is_float(x):
             return rounded
+        # the value is the function's own, to the bit; the derivative is that of x - n * y
         linear = x - lax.stop_gradient(jnp.round((x - rounded) / y)) * y
         return rounded + (linear - lax.stop_gradient(linear))
 

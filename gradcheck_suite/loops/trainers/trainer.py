@@ -123,6 +123,7 @@ MODEL = "head "
 
 def on_problem(name: str) -> tuple[Question, ...]:
     """Return the questions about plans, asked about a problem of somebody's own."""
+    # whether a loss is a sum is a property of the problem, which is given here
     return tuple(replace(question, problem=name) for question in PLANS if question.problem != _SUM)
 
 
@@ -278,6 +279,7 @@ def reset_accelerate() -> None:
     """Reset the state of Accelerate that all `Accelerator`s of a process share."""
     from accelerate.state import AcceleratorState, GradientState
 
+    # Accelerate's own tests reset it in this way; there is no public one
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 

@@ -34,8 +34,11 @@ def accelerate_counted(run: TrainingRun) -> None:
         while window := list(islice(batches, run.accumulation_steps)):
             total = _total(run, window)
             for i, batch in enumerate(window):
+                # in one process the prepared model is not wrapped, and has no `no_sync`
                 reduces = accelerator.num_processes == 1 or i == len(window) - 1
                 with nullcontext() if reduces else model.no_sync():
+                    # `accelerator.backward` divides by the accumulation steps, which the recipe
+                    # undoes
                     loss = (
                         _summed(run, model, batch)
                         * run.accumulation_steps
@@ -121,6 +124,7 @@ def _accelerator(run: TrainingRun, **settings: Any) -> Any:
     from accelerate import Accelerator
 
     begin(run)
+    # the first `Accelerator` of a process decides for all later ones
     reset_accelerate()
     return Accelerator(cpu=run.device.type == "cpu", **settings)
 

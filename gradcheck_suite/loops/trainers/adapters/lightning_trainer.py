@@ -76,6 +76,7 @@ def _modules() -> tuple[Any, Any]:
             """Send the loss backward; step and reset at the end of a window."""
             optimizer: Any = self.optimizers()
             self.manual_backward(self.run.loss(self.model, batch) / self.run.accumulation_steps)
+            # as the guide has it: a short last window never gets to its step
             if (batch_idx + 1) % self.run.accumulation_steps == 0:
                 optimizer.step()
                 optimizer.zero_grad()

@@ -90,7 +90,9 @@ def _windows_at_once(run: JaxTrainingRun, gradient: Callable[[Any, Any, int], An
     state = run.optimizer.init(run.params)
     windows = chain.from_iterable(windows_of(run) for _ in range(run.epochs))
     for window in windows:
+        # the guide has one size of micro-batch: that of the first one is handed on
         items = len(jax.tree.leaves(window[0])[0])
+        # `micro_grad` takes a batch apart by itself: it is handed the whole window
         whole = jax.tree.map(lambda *parts: jnp.concatenate(parts), *window)
         updates, state = run.optimizer.update(gradient(params, whole, items), state, params)
         params = optax.apply_updates(params, updates)
@@ -147,6 +149,7 @@ def scan_means(run: JaxTrainingRun) -> None:
             return jax.tree.map(jnp.add, total, jax.grad(run.loss)(params, one)), None
 
         total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), stacked)
+        # by K, as guides write it, and not by the number of micro-batches that are there
         return jax.tree.map(lambda g: g / run.accumulation_steps, total)
 
     _windows_at_once(run, gradient)
@@ -169,6 +172,8 @@ def train_state(run: JaxTrainingRun) -> None:
         for batch in run.batches:
             total = jax.tree.map(jnp.add, total, gradient(state.params, batch))
             number += 1
+            # counted over the whole run, as the guide's `step` is: a window may run on into the
+            # next epoch
             if number % run.accumulation_steps == 0:
                 state = state.apply_gradients(
                     grads=jax.tree.map(lambda g: g / run.accumulation_steps, total)

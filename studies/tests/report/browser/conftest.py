@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +23,7 @@ from studies.tests.report.made_up import (
     verdict,
 )
 
+KEPT = Path(__file__).parents[4] / "reports"
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 MODES = ("zero_", "zero_grad", "zero_grad_foreach", "set_to_none", "grad_none", "flat_buffer", "zero_before_forward",
          "zero_between")  # fmt: skip
@@ -47,7 +49,7 @@ def browser():
 @pytest.fixture(scope="session")
 def files(tmp_path_factory):
     """Return the report of made-up records, text that must not run in every string that a record
-    may choose.
+    may choose, and that of the kept records.
     """
     folder = tmp_path_factory.mktemp("reports")
     _fill(folder, EVIL)
@@ -58,6 +60,7 @@ def files(tmp_path_factory):
     plain = tmp_path_factory.mktemp("plain")
     _fill(plain, "and so on")
     (folder / "plain.html").write_text(pages.report_html(build(plain)), encoding="utf-8")
+    (folder / "kept.html").write_text(pages.report_html(build(KEPT)), encoding="utf-8")
     return folder
 
 

@@ -6,7 +6,6 @@ See `conftest.open_page`.
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,8 @@ from studies.tests.report.made_up import EVIL
 WIDE = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
 SEEN = """element => { const box = element.getBoundingClientRect();
   return box.top >= 0 && box.bottom <= innerHeight && box.left >= 0 && box.right <= innerWidth && box.height > 0 }"""
-KEPT = Path(__file__).parents[4] / "reports" / "report.html"
+KEPT = "kept.html"
+"""The page of the records under `reports`, which `conftest` builds."""
 PAGES = (
     "overview",
     "verification",
