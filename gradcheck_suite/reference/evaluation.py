@@ -206,6 +206,7 @@ def difference(sample: Sample, by_xla: Sequence[Array]) -> str | None:
     for place, (mine, theirs) in enumerate(zip(by_numpy, by_xla, strict=True)):
         if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
             return f"{mine.dtype}{mine.shape} and {theirs.dtype}{theirs.shape} in result {place}"
+        # integers and truth values have no rounding error
         if mine.dtype.kind != "f":
             count = int((mine != theirs).sum())
             if count:

@@ -203,6 +203,7 @@ class _Answers:
             run = asked.run()
         except (CannotJudgeError, UsageError):
             return packed(None)  # the parent meets it too, and reports it
+        # the bytes that the parent would have sent: a mode that ran there shares the answer
         return self._of_digest(run, _digest(packed(run)))
 
     def _of_digest(self, run: LoopRun, digest: bytes) -> bytes:
@@ -229,7 +230,10 @@ def main(connection: Connection) -> None:
             gc.freeze()
             connection.send_bytes(str(os.getpid()).encode())
             while True:
+                # all messages are read first, so that programs of later runs compile while this one
+                # is judged
                 while not waiting or connection.poll(0):
+                    # an empty message of `JudgeProcess.drop`: no earlier one wants an answer
                     if not (data := connection.recv_bytes()):
                         waiting.clear()
                         continue
@@ -282,6 +286,7 @@ def checked_programs(show: Callable[[int], None] = lambda _: None) -> ProgramChe
     if answer is None:
         return own
     other: ProgramChecks = unpacked(answer)
+    # both processes may have evaluated the same program
     differences = dict.fromkeys((*own.differences, *other.differences))
     return ProgramChecks(own.programs + other.programs, tuple(differences))
 
@@ -350,6 +355,7 @@ class Prefetcher:
 
     def prepare(self, case: Case) -> None:
         """Begin with what a check of a case needs."""
+        # the second process has neither the user's problem nor ranks nor a device
         if case.spec is None or case.plan.world_size > 1 or case.device != "cpu":
             run_ranks_ahead(self._loop, case, None if case.spec else self._problem)
             REFERENCES.prepare(case)

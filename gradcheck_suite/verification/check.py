@@ -344,6 +344,7 @@ def check_run(
         if reference is None:
             return Verdict(case, fault)
         asked = not shrinking and not is_probe(case)
+        # JAX's programs are traced and compiled while the loop runs
         if asked:
             reference.start()
         outcomes = run(reference.instance)
