@@ -18,9 +18,9 @@ from gradcheck_suite.run.environment import cache_directory
 X = np.arange(3.0)
 THRICE = """
 import jax, jax.numpy as jnp, numpy as np
-from gradcheck_suite.reference.programs import Programs
+from gradcheck_suite.reference.programs import CompiledPrograms
 for _ in range(3):
-    print(*Programs().call("sort", lambda a: jnp.tanh(jnp.sort(a) @ a.T).sum(0), np.ones((3, 4))).round(3))
+    print(*CompiledPrograms().call("sort", lambda a: jnp.tanh(jnp.sort(a) @ a.T).sum(0), np.ones((3, 4))).round(3))
     jax.clear_caches()
 """
 
