@@ -706,6 +706,7 @@ def _rounding_of(func: Any) -> _Rounding:
     name = func.overloadpacket.__name__
     # a view has the memory of its input: to round it would round the input again
     views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    # a view has the numbers of its base, which an error would change in place
     if views or name.removesuffix("_") in SELECTING:
         return _Rounding(False)
     # losses take labels, which are exact, and a slope that changes at 0 does not add up
@@ -738,6 +739,7 @@ def shared(instance: Instance, window: range, cuts: Sequence[range]) -> list[Par
     """Return parts of a window's items, each with the factor of its gradient in the window's
     gradient.
     """
+    # the objective of the whole window is no sum of those of its micro-batches
     if instance.problem.reduction == "batch":
         return [(window, 1.0)]
     if instance.problem.reduction == "sum":
@@ -889,6 +891,8 @@ class Computation:
         # a micro-batch whose items reach no parameter has a loss without a graph
         reaching = [loss for loss in losses if loss.requires_grad]
         found: Sequence[torch.Tensor | None] = [None] * len(self._trainable)
+        # autograd.grad raises on a loss that needs no gradient, such as one that reaches no
+        # parameter
         if reaching:
             found = torch.autograd.grad(reaching, self._trainable, allow_unused=True)
         parts = [

@@ -205,6 +205,7 @@ class _Answers:
             run = asked.run()
         except (CannotJudgeError, UsageError):
             return packed(None)  # the parent meets it too, and reports it
+        # the bytes that the parent would have sent: a mode that ran there shares the answer
         return self._of_digest(run, _digest(packed(run)))
 
     def _of_digest(self, run: LoopRun, digest: bytes) -> bytes:
@@ -233,10 +234,10 @@ def main(connection: Connection) -> None:
             # says that it has started: the parent sends nothing before
             connection.send_bytes(str(os.getpid()).encode())
             while True:
-                # read all that has come before judging, so that other threads prepare the later
-                # cases meanwhile
+                # all messages are read first, so that programs of later runs compile while this one
+                # is judged
                 while not waiting or connection.poll(0):
-                    # an empty message drops what waits
+                    # an empty message of `JudgeProcess.drop`: no earlier one wants an answer
                     if not (data := connection.recv_bytes()):
                         waiting.clear()
                         continue
@@ -291,6 +292,7 @@ def checked_programs(show: Callable[[int], None] = lambda _: None) -> ProgramChe
     if answer is None:
         return own
     other: ProgramChecks = unpacked(answer)
+    # both processes may have evaluated the same program
     differences = dict.fromkeys((*own.differences, *other.differences))
     return ProgramChecks(own.programs + other.programs, tuple(differences))
 
@@ -359,7 +361,7 @@ class Prefetcher:
 
     def prepare(self, case: Case) -> None:
         """Begin with what a check of a case needs."""
-        # the second process has neither the user's problem, nor ranks, nor the GPU
+        # the second process has neither the user's problem nor ranks nor a device
         if case.spec is None or case.plan.world_size > 1 or case.device != "cpu":
             run_ranks_ahead(self._loop, case, None if case.spec else self._problem)
             REFERENCES.prepare(case)

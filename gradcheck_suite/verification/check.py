@@ -348,6 +348,7 @@ def check_run(
         if reference is None:
             return Verdict(case, fault)
         asked = not shrinking and not is_probe(case)
+        # JAX's programs are traced and compiled while the loop runs
         if asked:
             # torch computes every window now, while other threads load or compile the programs of
             # JAX

@@ -59,7 +59,7 @@ class JudgeProcess:
         """Wait until it has started, or has ended."""
         if not self.pid and (first := self._receive()) is not None:
             self.pid = int(first)
-            # what has started the orphan has ended by then, and is reaped
+            # what started it has ended, since an orphan's starter only forks: no zombie is left
             self._child.process.wait()
 
     def send(self, message: bytes) -> int:

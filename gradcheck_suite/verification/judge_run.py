@@ -527,6 +527,7 @@ class RunJudge:
         if outcome.structure:
             sentence = f"the loop changed the structure of the parameters: {outcome.structure}"
             return Verdict(case, self._of_model(Diagnosis("changed-model", sentence)))
+        # a probe's right gradient is known without a model
         if is_probe(case):
             violation, ratio = self._on_probe()
             return Verdict(
@@ -637,10 +638,11 @@ class RunJudge:
                 index, evaluation.parameters if moved else None, self.autocast
             )
             absent = none_in_place_of_zeros(window, evaluation, self.autocast)
-            # so near to torch's large batch that the rest of the bound need not be measured while a
-            # case shrinks
+            # while a case shrinks, what torch computes in one batch is right: JAX would take most
+            # of the time and say the same
             if runner is None and absent is None and window.bound.is_torchs(seen):
                 return 0.0
+            # whether a sum of such numbers overflows depends on its order
             if moved and not np.isfinite(window.expected).all() and is_far(reference, evaluation):
                 return NOT_FINITE
             comparison = window.compare(seen, roughly=runner is None)
@@ -684,7 +686,7 @@ class RunJudge:
     ) -> str | Violation:
         """Return the violation of a wrong gradient, or that the user's problem has none that is right."""
         problem = self.reference.instance.users_problem
-        # an objective of whole windows has no micro-batches that would have to add up
+        # a user's loss that is no sum over items has no right gradient to accumulate
         if problem and problem.reduction != "batch":
             fault = gradient_fault(self.reference, window)
             if fault:
@@ -737,8 +739,7 @@ class RunJudge:
             if known is None:
                 known = self._name_of(comparison, window, epoch, e)
             named = known or UNNAMED
-            # a fault of weights on duplicated items is what leaving them out looks like; another
-            # name has evidence of its own
+            # items that are left out fit as items of weight 0, too
             if duplicates and is_of_weights(named.name):
                 named = DUPLICATES
             expected = layout.part(window.expected, parameter)

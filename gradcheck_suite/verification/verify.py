@@ -140,10 +140,11 @@ def verify(
                 None if problem is None else problem_name,
                 plan,
             )
-            # the traffic of a wrong loop would be read as the price of a right one
+            # what a wrong loop sends is no measure of a right one
             if options.ranks > 1 and search.violation is None:
                 traffic = _traffic(loop, options, problem, problem_name)
         opinion = _opinion(loop, search, problem, options.second_opinion_s)
+        # where XLA has computed all there is nothing of numpy's to check
         checked = () if options.jax == XLA else differences_of_programs()
     except KeyboardInterrupt:
         interrupted = True  # the verdicts so far stand
