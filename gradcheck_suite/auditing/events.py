@@ -223,7 +223,9 @@ def copy_to_host(events: Sequence[Event]) -> None:
     # a run of JAX alone has arrays only, and never imports torch
     from gradcheck_suite.auditing import samples
 
-    places = [(column, key) for column in columns for key, raw in column.items() if raw is not None]
+    places = list[tuple[Column, int]]()
+    for column in columns:
+        places += [(column, key) for key, raw in column.items() if raw is not None]
     for (column, key), value in zip(
         places, samples.read_samples([column[key] for column, key in places]), strict=True
     ):
