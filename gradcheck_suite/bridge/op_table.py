@@ -279,10 +279,10 @@ def to_array(tensor: torch.Tensor) -> Array:
     """Return a copy of a torch tensor's values as a JAX array of the same dtype."""
     # a conjugate or a negative may be a bit of the view, which numpy does not know
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
-    # `jnp.array` would compile a copy for every shape
     # numpy has no bfloat16 of its own, so torch hands none over
     if tensor.dtype is torch.bfloat16:
         return jax.device_put(tensor.to(torch.float32).numpy().astype(jnp.bfloat16))
+    # `jnp.array` would compile a copy for every shape
     return jax.device_put(np.array(tensor.numpy(force=True)))
 
 

@@ -310,7 +310,7 @@ def _by_position(top: _Top) -> Change:
 
 def _compared(call: OperationCall, top: _Top, off: float) -> bool:
     """Return what a comparison says of an element that is so far from the last one that is taken."""
-    # the comparison itself says it, for one element and the last one that is taken
+    # the recorded operation decides: `<` and `<=` differ where `off` is 0
     operands = [torch.tensor(off if ref == top.of else 0.0) for ref in call.args[:2]]
     return bool(call.op(*operands))
 
