@@ -336,9 +336,6 @@ def test_a_users_problem_is_asked_whether_its_gradient_adds_up(reduction, kind, 
     assert _judged(_ran(), problem=problem).holds
 
 
-# From where on parameters have diverged: at each limit itself, and on both sides of it.
-
-
 # Zeros that let an optimizer move a parameter which its window does not reach are explained; they
 # are no violation.
 
