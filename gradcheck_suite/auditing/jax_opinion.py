@@ -3,8 +3,8 @@
 The calls of small models are copied when their window is computed again, and JAX is asked when the
 run is over: training goes on undisturbed, and JAX is not imported before. The gradients that
 reached a module's outputs are recorded, so the sum of their products with the outputs is a loss
-whose gradient both frameworks compute. Custom functions keep their own backward there: they are
-judged above.
+whose gradient both frameworks compute. Custom functions keep their own backward there:
+`custom_functions` judges it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A window of a run of JAX in the records that the judge of the audit reads.
 
-A pass is a pass, a device is a rank, and what JAX itself has added up over devices has one
-coefficient on all of them.
+Each gradient that was computed becomes a backward pass, each device a rank. What JAX itself has
+added up over devices has one coefficient on all of them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Level = np.ndarray[tuple[int], np.dtype[np.float64]]
 EVEN = 1e-5
 """Relative difference of the weights of items that weigh the same."""
 TOLERANCE = 2e-5
-"""Of a weight that JAX has computed in float32, relative."""
+"""Relative error of a weight that JAX has computed in float32."""
 KEY = 0
-"""That of all parameters: the samples of all leaves are one vector."""
+"""The one key of all parameters: the samples of all leaves are one vector."""
 
 
 def term_of(term: LossTerm, levels: Sequence[Sequence[float]], unread: str) -> Term:
