@@ -36,9 +36,8 @@ TIED = ((0, 1, 2), (0, 0, 1), (0, 1, 0), (0, 0, 0))
 UNREACHED = "backward of a loss that reaches no trainable parameter"
 REFUSALS = ("does not require grad", "none of output has requires_grad=True", "graph leaves")
 """Parts of torch's messages when it refuses a backward without a graph (plain or in a checkpoint) or a deep copy."""
-LEARNING_RATE = (
-    0.125  # with it, steps on the losses below neither grow nor leave the numbers that float32 has
-)
+# with it, steps on the losses below neither grow nor leave the numbers that float32 has
+LEARNING_RATE = 0.125
 HELD = 12  # references are read after every rule
 SMALL = 100.0  # above it nothing is done that lets numbers grow
 TOLERANCE = 1e-5  # of the largest number of the run; the smallest fault is an eighth of a gradient

@@ -205,7 +205,7 @@ def _over(high: Any, low: Any) -> Any:
         return high
     if is_float(high):
         return jnp.promote_types(high, jnp.complex64) if is_complex(low) else high
-    # a category above that of the first operands takes the dtype of the lower ones
+    # an operand of a higher category decides, though its priority is lower
     if high == jnp.bool_ or is_inexact(low):
         return jnp.promote_types(high, low) if not is_inexact(low) else low
     return high
