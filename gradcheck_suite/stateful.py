@@ -578,9 +578,8 @@ class _GradientRules(_Model):
         p = self.at(name)
         tensor = self.tensor(p)
         if how == "other":
-            if not any(
-                "frees" in each.hooks for each in self.parameters
-            ):  # else the order of accumulation would count
+            # else the order of accumulation would count
+            if not any("frees" in each.hooks for each in self.parameters):
                 tensor.grad = self.tensor(self.at(other)).grad
                 p.grad = self.at(other).grad
         elif p.grad is not None and tensor.grad is not None:
@@ -694,9 +693,8 @@ class GradStates(_GradientRules, _BackwardRules):
         for p, each in zip(stepped, plain, strict=True):
             each.data = each.data.to(self.dtype)
             each.data.copy_(self.plain(p.value))
-            seen = self.tensor(
-                p
-            ).grad  # an optimizer may divide by it, and turn rounding into a step
+            # an optimizer may divide by it, and turn rounding into a step
+            seen = self.tensor(p).grad
             each.grad = None if seen is None else self.plain(self.read(seen))
         twin.step()
         for p, each in zip(stepped, plain, strict=True):

@@ -222,9 +222,8 @@ def _captured(kind: type) -> list[Any] | None:
         function = inspect.unwrap(getattr(value, "__func__", value))
         if isinstance(function, types.FunctionType):
             for cell in function.__closure__ or ():
-                with contextlib.suppress(
-                    ValueError
-                ):  # the class's own name, which is bound when it is made
+                # the class's own name, which is bound when it is made
+                with contextlib.suppress(ValueError):
                     found.append(cell.cell_contents)
             found += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         elif name not in _BARE:

@@ -112,11 +112,8 @@ def kept_calls(parts: Sequence[RecordedCall]) -> list[RecordedCall] | str:
             forward,
             module=copies[id(forward.module)],
             arguments=[_float64(value) for value in forward.arguments],
-            autocast=(
-                forward.autocast[0],
-                forward.autocast[1],
-                False,
-            ),  # it would cast float64 down
+            # it would cast float64 down
+            autocast=(forward.autocast[0], forward.autocast[1], False),
         )
         kept.append(
             RecordedCall(wide, {i: _float64(g) for i, g in part.cotangents.items()}, part.index)

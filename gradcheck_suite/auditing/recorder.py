@@ -119,9 +119,8 @@ def _of_the_stack() -> tuple[str | None, int | None, float | None]:
         if (configured := TRAINERS.get(name)) is not None and (
             owner := frame.f_locals.get("self")
         ) is not None:
-            with contextlib.suppress(
-                AttributeError
-            ):  # another class of that module, or another release
+            # another class of that module, or another release
+            with contextlib.suppress(AttributeError):
                 steps = configured(owner)
                 trainer = name.removeprefix("pytorch_")
         elif name == "torch.amp.grad_scaler" and scale is None:
@@ -1185,9 +1184,8 @@ class Recorder:
         if key not in self._shards:
             self._arrived(running.record, {key: parameter})
         elif running.record not in self._late:
-            self._late.append(
-                running.record
-            )  # what stands here is reduced later in this pass or in another one
+            # what stands here is reduced later in this pass or in another one
+            self._late.append(running.record)
 
     def _arrived(self, record: PassRecord, parameters: Mapping[int, torch.Tensor]) -> None:
         """Note what has arrived at some parameters."""

@@ -268,9 +268,8 @@ def student_factor(draws: int = DRAWS) -> float:
     unknown variance. The ratio of a normal variable to the root mean square of D others has
     Student's distribution with D degrees of freedom.
     """
-    from scipy.special import (
-        stdtrit,
-    )  # its import takes a third of a second, and most gradients need no such bound
+    # its import takes a third of a second, and most gradients need no such bound
+    from scipy.special import stdtrit
 
     return -float(stdtrit(draws, FALSE_ALARM / 2))
 

@@ -462,9 +462,8 @@ def _left_out(search: CauseSearch, index: int) -> Iterator[Hypothesis]:
             ):
                 cause = "missing-mask"
             yield Hypothesis(cause, words, {index: lambda c, a, k, g, r=ref: [g(r)]}, at=index)
-            if isinstance(ref.kind, int) and _adds_little(
-                calls[ref.kind]
-            ):  # the epsilon goes with what it is for
+            # the epsilon goes with what it is for
+            if isinstance(ref.kind, int) and _adds_little(calls[ref.kind]):
                 before = calls[ref.kind].args[0]
                 yield Hypothesis(
                     cause, words, {index: lambda c, a, k, g, b=before: [g(b)]}, at=index
