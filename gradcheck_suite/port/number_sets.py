@@ -41,7 +41,7 @@ def error(observed: Array, expected: Array) -> float:
     expected = expected.astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
         off = np.asarray(np.abs(observed - expected))
-    # masks of -1e31, of the lowest finite number and alike count as equal
+    # a mask of -1e31 and one of the lowest finite number count as equal
     huge = (
         (np.abs(observed) > 1e30)
         & (np.abs(expected) > 1e30)
