@@ -384,11 +384,8 @@ def test_the_distance_on_zeros_is_said():
         ("zero_", "adamw", ((0, 1), (1, 0))),  # every window reaches the expert
         ("zero_", "adamw", ((0,), (0,))),  # no window reaches it, so that zeroing leaves None
         ("zero_", None, ((0, 1), (0,))),
-        (
-            "zero_",
-            "normalized",
-            ((0, 1), (0,)),
-        ),  # drawn by chance, where nobody asked for an optimizer
+        # drawn by chance, where nobody asked for an optimizer
+        ("zero_", "normalized", ((0, 1), (0,))),
     ],
 )
 def test_nothing_is_said_where_none_would_do_the_same(loop, optimizer, routes):
