@@ -505,10 +505,7 @@ def _weighted_cross_entropy_items(options: Options, out: jax.Array, batch: Argum
 def _with_z_loss(
     options: Options, out: torch.Tensor, batch: Tensors, reduction: str
 ) -> torch.Tensor:
-    """Return the cross entropy and the penalty on log(Z)^2 of A. Chowdhery et al.
-
-    2022 (PaLM), section 5.
-    """
+    """Return the cross entropy and a penalty on log(Z)^2 (Chowdhery et al. 2022, PaLM, section 5)."""
     logits = rows(out)
     target = batch["target"].flatten()
     penalty = logits.logsumexp(1)[target != IGNORE_INDEX] ** 2
@@ -533,10 +530,7 @@ def _with_z_loss_items(options: Options, out: jax.Array, batch: Arguments) -> ja
 def _distillation(
     options: Options, out: torch.Tensor, batch: Tensors, reduction: str
 ) -> torch.Tensor:
-    """Return the cross entropy and the divergence from a teacher of G. Hinton et al.
-
-    2015, section 2.
-    """
+    """Return the cross entropy and the divergence from a teacher (Hinton et al. 2015, section 2)."""
     student = rows(out)
     teacher = rows(batch["other"])
     temperature = options["temperature"]

@@ -790,7 +790,7 @@ def _diagnosis_of_ranks(e: Evidence) -> Diagnosis | None:
 def _of_whole_window(e: Evidence) -> Diagnosis | None:
     """Name the fault of a wrong gradient of an objective that is a function of the whole window.
 
-    Else None.
+    None for other objectives.
     """
     if e.instance.problem.reduction != "batch":
         return None

@@ -1,6 +1,5 @@
-"""Faults planted in ports of convolutions, recurrent layers, losses and optimizers.
-
-And sound ones in other forms.
+"""Faults planted in ports of convolutions, recurrent layers, losses and optimizers; sound
+ports in other forms.
 """
 
 from __future__ import annotations
