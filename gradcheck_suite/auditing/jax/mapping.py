@@ -41,7 +41,7 @@ def term_of(term: LossTerm, levels: Sequence[Sequence[float]], unread: str) -> T
     if term.opaque or unread or not len(levels):
         return Term(expression, opaque=term.opaque or unread or "it has no items", line=line)
     rows = [np.asarray(one, np.float64) for one in levels]
-    # a level without weights is all masked: it is even, and counts nothing
+    # a level without weights is masked as a whole: it is even, and is left out of the counts
     even = [one for one in rows if not one[NUMBER] or _is_even(one)]
     if not even:
         return Term(expression, opaque="its items have other weights each", line=line)
