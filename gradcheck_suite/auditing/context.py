@@ -28,14 +28,18 @@ from gradcheck_suite.auditing.function_calls import (
     statement_of,
 )
 from gradcheck_suite.auditing.jax_opinion import JaxOpinion, ask_jax, kept_calls
-from gradcheck_suite.auditing.judge import ORPHANS, RunJudge
+from gradcheck_suite.auditing.judge import ORPHANS, AuditJudge
 from gradcheck_suite.auditing.mode_changes import ModeChanges
 from gradcheck_suite.auditing.modes import AsBefore
-from gradcheck_suite.auditing.module_calls import ModuleCall, ModuleCalls, without_gradients
+from gradcheck_suite.auditing.module_calls import (
+    WINDOW_AGAIN,
+    ModuleCall,
+    ModuleCalls,
+    without_gradients,
+)
 from gradcheck_suite.auditing.places import Place, live_instances
 from gradcheck_suite.auditing.program_state import preserve_rng
 from gradcheck_suite.auditing.recomputation import (
-    SENTENCES,
     UNEXPLAINED,
     PassInTurn,
     RecomputeRequest,
@@ -48,7 +52,6 @@ from gradcheck_suite.auditing.recomputation import (
 from gradcheck_suite.auditing.recorder import ActivePass, Recorder
 from gradcheck_suite.auditing.replay import StepWindow, near
 from gradcheck_suite.auditing.rules import StepFault
-from gradcheck_suite.auditing.saved_values import Written
 from gradcheck_suite.auditing.schedule import AGAIN, Schedule
 from gradcheck_suite.auditing.standard_error import StandardError
 from gradcheck_suite.auditing.stopping import StoppedOnViolation, Terminated, in_words
@@ -391,7 +394,7 @@ class TorchAudit:
             self._records_calls,
             self._keep_cotangent,
             self._keep_mode,
-            self._forwards_failed,
+            lambda instrument, error: self._recorder.switch_off(instrument, error),
             lambda: self._recorder.steps_seen,
         )
         self._strays = Strays(self._recorder.parameters)
@@ -406,8 +409,8 @@ class TorchAudit:
         self._calls: list[RecordedCall] | str | None = None
         self._opinion: JaxOpinion | None = None
 
-    def _new_judge(self, ranks: int, of: End | None = None) -> RunJudge:
-        return RunJudge(
+    def _new_judge(self, ranks: int, of: End | None = None) -> AuditJudge:
+        return AuditJudge(
             ranks,
             self._dtypes if of is None else of.dtypes,
             given=self.options.accumulation_steps,
@@ -535,7 +538,7 @@ class TorchAudit:
 
     def _judged(
         self, events: Sequence[Sequence[Event]], *, complete: bool, of: End | None = None
-    ) -> RunJudge:
+    ) -> AuditJudge:
         """Judge the events of ranks, of one whose parameters are its own by their names and dtypes
         there.
         """
@@ -724,7 +727,7 @@ class TorchAudit:
             self._judge_functions(window)
         if again:
             self._running.clear()
-        self._forwards.forget_draws()
+        self._forwards.forget_calls()
         # a run that ends at its first violation has no later window
         stops = self.options.stop_on_violation
         for violation in self._judge.settled(is_last=stops):
@@ -768,9 +771,6 @@ class TorchAudit:
         recorder = self._recorder
         return recorder.running() if recorder.records and not recorder.muted else None
 
-    def _forwards_failed(self, error: Exception) -> None:
-        self._recorder.switch_off("the window again", error)
-
     @preserve_rng()
     def _recompute(self, window: StepWindow) -> None:
         violation = self._judge.of_last_step()
@@ -778,7 +778,7 @@ class TorchAudit:
         is_edited = window.edit == FREE and violation is None
         if window.edit is not None and not is_edited:
             return
-        if not weights or self._recorder.is_off("the window again"):
+        if not weights or self._recorder.is_off(WINDOW_AGAIN):
             return
         asked, ids = self._asked(window, weights, violation)
         if is_edited:
@@ -903,9 +903,6 @@ class TorchAudit:
     def _judge_draws(self, window: StepWindow) -> None:
         """Judge what modules drew, or read, when a backward called them again."""
         found = self._forwards.repeated.found
-        if found is None and self._forwards.redrawn:
-            sentence = SENTENCES["redrawn again"].format(module=self._forwards.redrawn)
-            found = Written("wrong-backward", sentence)
         if found is not None and window.passes and self._judge.of_last_step() is None:
             last = window.passes[max(window.passes)].site
             causes = () if found.name == "wrong-backward" else ("written",)
@@ -915,7 +912,7 @@ class TorchAudit:
     @preserve_rng()
     def _judge_functions(self, window: StepWindow) -> None:
         """Judge the custom functions that the program calls outside of recorded modules."""
-        if self._recorder.is_off("the window again"):
+        if self._recorder.is_off(WINDOW_AGAIN):
             return
         passes = [self._running[i] for i in window.passes if i in self._running]
         with self._alone():
@@ -1017,7 +1014,7 @@ class TorchAudit:
         )
         strays = () if self._judge.has_copies else self._strays.findings(self._name_of)
         findings = Counter(unknown) + self._recorder.notes + self._judge.notes()
-        return findings + Counter(strays) + off + Counter(self._recorder.unused_objectives)
+        return findings + Counter(strays) + off + Counter(self._recorder.declarations.unused)
 
     def _with_skipped(self, findings: Counter[Occurrence]) -> Counter[Occurrence]:
         """Return findings with those of the steps that were not judged, where the run has ended and
@@ -1070,9 +1067,9 @@ class TorchAudit:
         if self._is_off:
             return finding("switched-off", "every instrument was switched off")
         if not recorder.steps_seen and recorder.passes_seen:
-            if not recorder.unstepped:
-                recorder.look_for_unstepped()
-            why = recorder.unstepped or "the script trains without a torch.optim optimizer"
+            if not recorder.unstepped.why:
+                recorder.unstepped.look()
+            why = recorder.unstepped.why or "the script trains without a torch.optim optimizer"
             passes = counted(recorder.passes_seen, "backward pass")
             return finding("no-step", f"no optimizer.step() was seen in {passes}: {why}")
         if not recorder.steps_seen:
@@ -1163,61 +1160,3 @@ def objective(
     if _open and _open[-1].observing and not torch.compiler.is_compiling():
         declare_terms(loss, count, reduction)
     return loss
-
-
-# Callbacks for trainers that open an audit when training begins and close it when it ends; they do
-# no more.
-
-
-def transformers_callback(**options: Any) -> Any:
-    """Return a callback for transformers' `Trainer(callbacks=[...])`.
-
-    Its `.audit.result` has the verdict.
-
-    Args:
-        options: of `gradcheck_suite.audit`.
-    """
-    from transformers import TrainerCallback
-
-    from gradcheck_suite.auditing.session import audit
-
-    class AuditCallback(TrainerCallback):  # type: ignore[misc]
-        def __init__(self) -> None:
-            self.audit = audit(**{"name": "transformers.Trainer", **options})
-
-        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            self.audit.open()
-
-        def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-            self.audit.close()
-
-    return AuditCallback()
-
-
-def lightning_callback(**options: Any) -> Any:
-    """Return a callback for Lightning's `Trainer(callbacks=[...])`.
-
-    Its `.audit.result` has the verdict.
-
-    Args:
-        options: of `gradcheck_suite.audit`.
-    """
-    from lightning.pytorch.callbacks import Callback
-
-    from gradcheck_suite.auditing.session import audit
-
-    class AuditCallback(Callback):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.audit = audit(**{"name": "lightning.Trainer", **options})
-
-        def on_train_start(self, trainer: Any, module: Any) -> None:
-            self.audit.open()
-
-        def on_train_end(self, trainer: Any, module: Any) -> None:
-            self.audit.close()
-
-        def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-            self.audit.close(exception)
-
-    return AuditCallback()

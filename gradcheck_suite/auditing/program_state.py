@@ -54,17 +54,8 @@ class RandomState:
         torch.set_rng_state(self.cpu)
         if self.devices:
             torch.cuda.set_rng_state_all(list(self.devices))
-        self.set_of_python()
-
-    def set_of_python(self) -> None:
-        """Set those of Python and numpy alone."""
         np.random.set_state(self.numpy)
         random.setstate(self.python)
-
-    def is_same_of_python(self, other: RandomState) -> bool:
-        """Return whether those of Python and numpy are in the same states."""
-        same = self.python == other.python
-        return same and all(map(np.array_equal, self.numpy, other.numpy))
 
 
 @contextlib.contextmanager
@@ -75,7 +66,8 @@ def preserve_rng() -> Iterator[None]:
     """
     with contextlib.ExitStack() as undo:
         undo.enter_context(Apart())
-        with contextlib.suppress(Exception):  # a GPU on which a kernel has failed
+        # a GPU on which a kernel has failed raises for all that follows (`torch.AcceleratorError`)
+        with contextlib.suppress(RuntimeError):
             undo.callback(RandomState.now().set)
         yield
 

@@ -505,7 +505,10 @@ def _weighted_cross_entropy_items(options: Options, out: jax.Array, batch: Argum
 def _with_z_loss(
     options: Options, out: torch.Tensor, batch: Tensors, reduction: str
 ) -> torch.Tensor:
-    """Return the cross entropy and a penalty on log(Z)^2 (Chowdhery et al. 2022, PaLM, section 5)."""
+    """Return the cross entropy and a penalty on log(Z)^2, Z the sum of the exponentials.
+
+    Source: A. Chowdhery et al., PaLM (2022), section 5.
+    """
     logits = rows(out)
     target = batch["target"].flatten()
     penalty = logits.logsumexp(1)[target != IGNORE_INDEX] ** 2
@@ -530,7 +533,10 @@ def _with_z_loss_items(options: Options, out: jax.Array, batch: Arguments) -> ja
 def _distillation(
     options: Options, out: torch.Tensor, batch: Tensors, reduction: str
 ) -> torch.Tensor:
-    """Return the cross entropy and the divergence from a teacher (Hinton et al. 2015, section 2)."""
+    """Return the cross entropy and the divergence from a teacher's probabilities.
+
+    Source: G. Hinton et al., Distilling the knowledge in a neural network (2015), section 2.
+    """
     student = rows(out)
     teacher = rows(batch["other"])
     temperature = options["temperature"]

@@ -198,9 +198,11 @@ def _grouped_text(w: Weights, wrong: Steps) -> str:
 
 
 def _other_counts(w: Weights) -> Iterator[tuple[str, Array, float | None]]:
-    """Yield what means may be weighted by in place of counts, the numbers, and what these are divided by.
+    """Yield what means may be weighted by in place of their counts.
 
-    None where the divisor may be anything.
+    Yields:
+        What it is in words, the number of each micro-batch, and what these are divided by; None
+        where that may be anything.
     """
     own = _counts_inside(w)
     count = w.window_count
@@ -331,7 +333,7 @@ def _only_one(place: int) -> Holds:
 def _times(w: Weights) -> bool:
     """Whether each micro-batch is there a whole number of times, or once more by its mean.
 
-    Some may be missing.
+    Some perhaps not at all.
     """
     ratio = w.ratio
     if not _is_of_own_window(w) or not np.any(ratio):

@@ -1719,7 +1719,7 @@ def reordered(search: CauseSearch, ends: list[Ref]) -> FoundChange | None:
     last = [e.kind for e in ends if isinstance(e.kind, int)]
     moving = search.read_by(last, 6, lambda i: search.matching.status[i] is None)
     places = (*last, *moving)
-    mistaken = chain.from_iterable(family(search, i) for i in places for family in (ties, usual))
+    mistaken = chain.from_iterable(chain(ties(search, i), usual(search, i)) for i in places)
     best = best_explanation(mistaken, explains_half, search.budget)
     if best is None or (search.budget.stopped and not best.is_whole):
         best = best_explanation(_other_orders(search, ends), explains_all, search.budget)
