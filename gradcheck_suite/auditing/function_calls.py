@@ -470,7 +470,7 @@ class FunctionCallRecorder:
         if not is_first and size > LARGEST_FURTHER:
             return None
         with Apart():
-            # a large call is not judged: no copy is made of it
+            # a call beyond `LARGEST` is not judged, so nothing of it is copied
             small = size <= LARGEST
             given = [_copy(value) if small else value for value in arguments]
             call = FunctionCall(
