@@ -28,7 +28,7 @@ from gradcheck_suite.auditing.function_calls import (
     statement_of,
 )
 from gradcheck_suite.auditing.jax_opinion import JaxOpinion, ask_jax, kept_calls
-from gradcheck_suite.auditing.judge import ORPHANS, RunJudge
+from gradcheck_suite.auditing.judge import ORPHANS, AuditJudge
 from gradcheck_suite.auditing.mode_changes import ModeChanges
 from gradcheck_suite.auditing.modes import AsBefore
 from gradcheck_suite.auditing.module_calls import ModuleCall, ModuleCalls, without_gradients
@@ -406,8 +406,8 @@ class TorchAudit:
         self._calls: list[RecordedCall] | str | None = None
         self._opinion: JaxOpinion | None = None
 
-    def _new_judge(self, ranks: int, of: End | None = None) -> RunJudge:
-        return RunJudge(
+    def _new_judge(self, ranks: int, of: End | None = None) -> AuditJudge:
+        return AuditJudge(
             ranks,
             self._dtypes if of is None else of.dtypes,
             given=self.options.accumulation_steps,
@@ -535,7 +535,7 @@ class TorchAudit:
 
     def _judged(
         self, events: Sequence[Sequence[Event]], *, complete: bool, of: End | None = None
-    ) -> RunJudge:
+    ) -> AuditJudge:
         """Judge the events of ranks, of one whose parameters are its own by their names and dtypes
         there.
         """
@@ -1018,7 +1018,7 @@ class TorchAudit:
         )
         strays = () if self._judge.has_copies else self._strays.findings(self._name_of)
         findings = Counter(unknown) + self._recorder.notes + self._judge.notes()
-        return findings + Counter(strays) + off + Counter(self._recorder.unused_objectives)
+        return findings + Counter(strays) + off + Counter(self._recorder.declarations.unused)
 
     def _with_skipped(self, findings: Counter[Occurrence]) -> Counter[Occurrence]:
         """Return findings with those of the steps that were not judged, where the run has ended and
@@ -1071,9 +1071,9 @@ class TorchAudit:
         if self._is_off:
             return finding("switched-off", "every instrument was switched off")
         if not recorder.steps_seen and recorder.passes_seen:
-            if not recorder.unstepped:
-                recorder.look_for_unstepped()
-            why = recorder.unstepped or "the script trains without a torch.optim optimizer"
+            if not recorder.unstepped.why:
+                recorder.unstepped.look()
+            why = recorder.unstepped.why or "the script trains without a torch.optim optimizer"
             passes = counted(recorder.passes_seen, "backward pass")
             return finding("no-step", f"no optimizer.step() was seen in {passes}: {why}")
         if not recorder.steps_seen:
@@ -1164,61 +1164,3 @@ def objective(
     if _open and _open[-1].observing and not torch.compiler.is_compiling():
         declare_terms(loss, count, reduction)
     return loss
-
-
-# Callbacks for trainers that open an audit when training begins and close it when it ends; they do
-# no more.
-
-
-def transformers_callback(**options: Any) -> Any:
-    """Return a callback for transformers' `Trainer(callbacks=[...])`.
-
-    Its `.audit.result` has the verdict.
-
-    Args:
-        options: of `gradcheck_suite.audit`.
-    """
-    from transformers import TrainerCallback
-
-    from gradcheck_suite.auditing.session import audit
-
-    class AuditCallback(TrainerCallback):  # type: ignore[misc]
-        def __init__(self) -> None:
-            self.audit = audit(**{"name": "transformers.Trainer", **options})
-
-        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            self.audit.open()
-
-        def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-            self.audit.close()
-
-    return AuditCallback()
-
-
-def lightning_callback(**options: Any) -> Any:
-    """Return a callback for Lightning's `Trainer(callbacks=[...])`.
-
-    Its `.audit.result` has the verdict.
-
-    Args:
-        options: of `gradcheck_suite.audit`.
-    """
-    from lightning.pytorch.callbacks import Callback
-
-    from gradcheck_suite.auditing.session import audit
-
-    class AuditCallback(Callback):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.audit = audit(**{"name": "lightning.Trainer", **options})
-
-        def on_train_start(self, trainer: Any, module: Any) -> None:
-            self.audit.open()
-
-        def on_train_end(self, trainer: Any, module: Any) -> None:
-            self.audit.close()
-
-        def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-            self.audit.close(exception)
-
-    return AuditCallback()

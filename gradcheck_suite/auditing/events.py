@@ -16,8 +16,9 @@ from gradcheck_suite.auditing.loss_terms import Term
 from gradcheck_suite.auditing.places import Loop, Place
 
 if TYPE_CHECKING:
+    import torch
+
     from gradcheck_suite.auditing.known_graphs import Uses
-    from gradcheck_suite.auditing.recorder import HookedGradient
     from gradcheck_suite.auditing.samples import Raw
     from gradcheck_suite.auditing.terms import PendingTerm
 
@@ -104,6 +105,32 @@ class PassRecord:
     def columns(self) -> tuple[Column, ...]:
         """Return what may lie on a device."""
         return self.was, self.now, self.raw
+
+
+@dataclass(frozen=True)
+class HookedGradient:
+    """A gradient that hooks of the program's were called with.
+
+    Attributes:
+        key: of the parameter.
+        record: of the pass.
+        then: a sample of the gradient before the hooks.
+        now: the same after them.
+        alike: whether the factors of its elements are those of the last pass: 1 or 0.
+        times: how often one of the hooks is on the parameter.
+    """
+
+    key: int
+    record: PassRecord
+    then: Raw
+    now: Raw
+    alike: torch.Tensor
+    times: int
+
+    @property
+    def raw(self) -> list[Raw]:
+        """What may lie on a device."""
+        return [self.then, self.now, self.alike]
 
 
 @dataclass

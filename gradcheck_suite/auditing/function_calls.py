@@ -51,6 +51,7 @@ class Laid:
     @staticmethod
     def of(gradient: Any) -> Laid | None:
         """Return a copy; None for what is no plain tensor."""
+        # a sparse gradient has no strides
         if not isinstance(gradient, torch.Tensor) or gradient.layout != torch.strided:
             return None
         return Laid(gradient.detach().clone(), gradient.stride())
@@ -185,6 +186,8 @@ def call_signature(arguments: Sequence[Any]) -> Signature:
             found.append(
                 (value.shape, value.stride(), value.dtype, value.device, value.requires_grad)
             )
+        # a number or a string may choose a branch, so its value counts; of anything else only its
+        # type does
         elif isinstance(value, PLAIN):
             found.append((type(value), value))
         else:
@@ -258,9 +261,11 @@ def reached(values: Iterable[Any]) -> Reached:
     waiting = [value for value in values if not isinstance(value, torch.Tensor)]
     while waiting and len(seen) < MOST_REACHED:
         value = waiting.pop()
+        # a class leads to everything in its module
         if id(value) in seen or isinstance(value, (*PLAIN, type)):
             continue
         seen.add(id(value))
+        # not looked into: its parameters are those of the module
         if isinstance(value, torch.nn.Module):
             found.modules.append(value)
         elif isinstance(value, torch.Tensor):
@@ -282,11 +287,13 @@ def _below(value: Any) -> Iterable[Any]:
         return (value.func, *value.args, *value.keywords.values())
     if not isinstance(value, types.FunctionType):
         inside = getattr(value, "__dict__", None)
+        # an object with a `__dict__` of another kind may compute something at each access
         return inside.values() if type(inside) is dict else ()
     found = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     for cell in value.__closure__ or ():
         with contextlib.suppress(ValueError):
             found.append(cell.cell_contents)
+    # a library's function may name half of the library among its globals
     if is_users(value.__code__.co_filename):
         names = names_in_code(value.__code__) & value.__globals__.keys()
         found += [value.__globals__[name] for name in names]
@@ -342,6 +349,7 @@ def _written(context: Any) -> list[int]:
     call: FunctionCall | None = getattr(context, _MARK, None)
     if call is None or call.backward is not None or not call.is_copied:
         return []
+    # by where they lie: a saved tensor is another object than the argument
     saved = {one.data_ptr(): one for one in saved_tensors(context, "tensors") if is_plain(one)}
     found = list[int]()
     with Apart(), torch.no_grad():
@@ -425,6 +433,8 @@ class FunctionCallRecorder:
             return recorded
 
         function = torch.autograd.Function
+        # a class has the one or the other, and torch refuses both:
+        # https://pytorch.org/docs/stable/generated/torch.autograd.Function.vjp.html
         way = "backward" if kind.vjp is function.vjp else "vjp"
         with contextlib.ExitStack() as stack:
             stack.enter_context(replaced_forwards([(kind, forward_of)]))
@@ -443,12 +453,15 @@ class FunctionCallRecorder:
         # ranks whose batches differ in shape would wait for each other's collectives
         if not is_first and waits_for_ranks():
             return None
+        # under `torch.func` the arguments are wrappers, which hold no values outside of it
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return None
+        # a class is judged again once a gradient penalty goes through it
         signature = (kind in self.differentiated, *call_signature(arguments))
         if signature in of_class or (key, signature) in self.known:
             return None
         size = sum(value.numel() for value in arguments if isinstance(value, torch.Tensor))
+        # the first call of a class is worth a large copy, the further ones are not
         if not is_first and size > LARGEST_FURTHER:
             return None
         with Apart():
@@ -469,6 +482,7 @@ class FunctionCallRecorder:
         return call
 
     def _end(self, call: FunctionCall, context: Any, arguments: Sequence[Any], output: Any) -> None:
+        # a forward with a context of its own; without, `setup_context` gets the context later
         if context is not None:
             setattr(context, _MARK, call)
             dirty = getattr(context, "dirty_tensors", None) or ()
@@ -501,6 +515,7 @@ class FunctionCallRecorder:
         written: list[int],
     ) -> None:
         returned = found if isinstance(found, tuple) else (found,)
+        # with `create_graph` a backward has gradients enabled, and what it gives has a graph
         if torch.is_grad_enabled() and kind not in self.differentiated:
             for gradient in returned:
                 # no hook is left on a tensor of the program's own that it may give
@@ -560,6 +575,7 @@ def _each_new_function(tell: Callable[[type], None]) -> Iterator[None]:
     try:
         yield
     finally:
+        # torch's class has no method of this name of its own, so the inherited one stands again
         del function.__init_subclass__
 
 

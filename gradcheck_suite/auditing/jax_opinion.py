@@ -102,6 +102,7 @@ def kept_calls(parts: Sequence[RecordedCall]) -> list[RecordedCall] | str:
                 f"the model has {size:,} parameters, and JAX computes only models of at most"
                 f" {MOST_PARAMETERS:,}"
             )
+        # one copy for all calls of a module
         if id(forward.module) not in copies:
             try:
                 # JAX is asked when the run is over, and the parameters have moved by then
@@ -211,6 +212,7 @@ def _by_jax(call: RecordedCall, functions: frozenset[type]) -> tuple[dict[str, t
 
     model = call.forward.module
     structure = call.forward.structure
+    # as the modules were at the call, and not as they were when they were copied
     for part, training in zip(model.modules(), call.forward.modes, strict=True):
         part.training = training
     positional, keywords = pytree.tree_unflatten(call.forward.arguments, structure)

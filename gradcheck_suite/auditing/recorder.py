@@ -14,25 +14,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import os
 import sys
 import threading
 import time
 import traceback
 import weakref
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from operator import attrgetter
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.utils import clip_grad
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -41,6 +37,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradcheck_suite.auditing import samples
+from gradcheck_suite.auditing.clipping import ClippingWatch
+from gradcheck_suite.auditing.clocks import Clocks, alive_of
+from gradcheck_suite.auditing.declarations import Declarations
 from gradcheck_suite.auditing.events import (
     BY_HAND,
     KEPT,
@@ -49,6 +48,7 @@ from gradcheck_suite.auditing.events import (
     TOUCHED,
     Event,
     Gap,
+    HookedGradient,
     PassRecord,
     StepRecord,
 )
@@ -63,7 +63,6 @@ from gradcheck_suite.auditing.places import (
     is_written_loss,
     live_instances,
     loop_here,
-    shown_path,
 )
 from gradcheck_suite.auditing.samples import Raw
 from gradcheck_suite.auditing.saved_values import Written, written_since
@@ -71,7 +70,6 @@ from gradcheck_suite.auditing.terms import (
     MARK,
     Outside,
     Reader,
-    declare_terms,
     edge_of,
     joined_share,
     leaves_below,
@@ -79,56 +77,11 @@ from gradcheck_suite.auditing.terms import (
     read_numbers,
     used_at,
 )
+from gradcheck_suite.auditing.trainers import trainer_on_the_stack
+from gradcheck_suite.auditing.unstepped import Unstepped
 from gradcheck_suite.auditing.vectors import Vector, factor
 from gradcheck_suite.core.comparison import dtype_name
 from gradcheck_suite.core.findings import Occurrence, finding
-
-# What trainers are configured with, read off the stack at a step; no trainer is imported.
-
-
-def _of_transformers(trainer: Any) -> Any:
-    # since transformers#39659 a Trainer divides by the window's own length, which then says nothing
-    # about K
-    steps = trainer.args.gradient_accumulation_steps
-    return (
-        steps if getattr(trainer, "current_gradient_accumulation_steps", steps) == steps else None
-    )
-
-
-TRAINERS: dict[str, Callable[[Any], Any]] = {
-    "accelerate.optimizer": lambda optimizer: optimizer.gradient_state.num_steps,
-    "lightning.pytorch.trainer.trainer": attrgetter("accumulate_grad_batches"),
-    "pytorch_lightning.trainer.trainer": attrgetter("accumulate_grad_batches"),
-    "transformers.trainer": _of_transformers,
-    "deepspeed.runtime.zero.stage_1_and_2": lambda optimizer: None,
-    "deepspeed.runtime.zero.stage3": lambda optimizer: None,
-}
-"""The module of a trainer's methods -> how to read its accumulation steps off `self`."""
-
-
-def _of_the_stack() -> tuple[str | None, int | None, float | None]:
-    """Return the outermost trainer that runs, its accumulation steps, and the scale of a GradScaler
-    that steps.
-    """
-    steps: Any = None
-    trainer: str | None = None
-    scale: float | None = None
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if (configured := TRAINERS.get(name)) is not None and (
-            owner := frame.f_locals.get("self")
-        ) is not None:
-            with contextlib.suppress(
-                AttributeError
-            ):  # another class of that module, or another release
-                steps = configured(owner)
-                trainer = name.removeprefix("pytorch_")
-        elif name == "torch.amp.grad_scaler" and scale is None:
-            found = getattr(frame.f_locals.get("self"), "_scale", None)
-            scale = None if found is None else float(found)
-        frame = frame.f_back
-    return trainer, (steps if type(steps) is int and steps > 1 else None), scale
 
 
 @dataclass
@@ -167,34 +120,6 @@ class TrackedParameter:
     def groups(self) -> Sequence[int | None]:
         """The optimizers whose gradients are reset with this one's, None where none is known."""
         return self.owners or (None,)
-
-
-@dataclass(frozen=True)
-class HookedGradient:
-    """A gradient that hooks of the program's were called with.
-
-    Attributes:
-        key: of the parameter.
-        known: of it.
-        record: of the pass.
-        then: a sample of the gradient before the hooks.
-        now: the same after them.
-        alike: whether the factors of its elements are those of the last pass: 1 or 0.
-        times: how often one of the hooks is on the parameter.
-    """
-
-    key: int
-    known: TrackedParameter
-    record: PassRecord
-    then: Raw
-    now: Raw
-    alike: torch.Tensor
-    times: int
-
-    @property
-    def raw(self) -> list[Raw]:
-        """What may lie on a device."""
-        return [self.then, self.now, self.alike]
 
 
 @dataclass
@@ -282,33 +207,20 @@ class ActivePass:
     resets: dict[int | None, Place] = field(default_factory=dict)
 
 
-GROUPING = "_group_tensors_by_device_and_dtype"
-"""What torch's clipping calls first, in `torch.nn.utils.clip_grad`."""
 PASSES = "backward passes"
 WEIGHTS = "weights"
 SUMS = "sums"
 STEPS = "steps"
+CLOCKS = "schedules and averages"
+WRITES = "writes between forward and backward"
 MOST_LINES = 64
 """Losses, each an expression at a line that sends it backward, whose own lines are looked for."""
-SCHEDULE = "a schedule of the learning rate"
-AVERAGE = "an average of the parameters"
-NEAR = 0.5
-"""Relative difference of an average from its parameter; gradients and other states differ by more."""
-FEWEST = 8
-"""Elements that a tensor needs for its nearness to a parameter to be no coincidence."""
-MOST_AVERAGES = 64
-"""Tensors that are watched."""
 
 
 def _task() -> int:
     # the public API does not tell; torch/utils/checkpoint.py reads the same. -1 outside of a
     # backward
     return torch._C._current_graph_task_id()
-
-
-def _alive(references: Iterable[Callable[[], Any]]) -> list[Any]:
-    """Return what weak references refer to still."""
-    return [one for one in (reference() for reference in references) if one is not None]
 
 
 def _guarded(
@@ -371,7 +283,8 @@ class Recorder:
         muted: whether nothing is recorded, since a window is computed again.
         concurrent: whether two threads that are alive have called backward: their passes cannot be
             told apart.
-        unstepped: why no step may come, as long as none has; empty where nothing tells.
+        unstepped: tells why no step may come, as long as none has.
+        declarations: of the user's, of losses.
         records: whether passes and steps are recorded, or only counted.
         notes: what could not be seen -> how often.
         used_at: key of a parameter -> a line that uses it, where the first passes have shown one.
@@ -398,7 +311,7 @@ class Recorder:
         self._due: Callable[[], None] | None = None
         self.steps_seen = 0
         self.passes_seen = 0
-        self.unstepped = ""
+        self.unstepped = Unstepped()
         self.last: ActivePass | None = None
         self.notes: Counter[Occurrence] = Counter()
         self.used_at: dict[int, str] = {}
@@ -410,9 +323,7 @@ class Recorder:
         self._paused_at: int | None = None
         self._weights = weights
         self._sums = sums
-        self._objectives = objectives or {}
-        self._declared: set[str] = set()
-        self._undeclared: dict[str, str] = {}
+        self.declarations = Declarations(objectives or {})
         self._keys: dict[int, int] = {}
         self._next_key = 0
         self._wrapped: dict[int, bool] = {}
@@ -440,14 +351,12 @@ class Recorder:
         self._groups: dict[int, weakref.ref[Any]] | None = None
         self._late: list[PassRecord] = []
         self._resets: dict[int | None, Place] = {}
-        self._schedules: list[weakref.ref[Any]] | None = None
-        self._averages: list[weakref.ref[torch.Tensor]] = []
         self._points_of = ParameterPoints()
         self._gradients_of = samples.BatchedSampler()
         self._clipped_of = samples.BatchedSampler()
         self._before_clipping = dict[int, Raw]()
-        self._grouping: Any = None
-        self._scalers: list[weakref.ref[torch.amp.GradScaler]] = []
+        self._clipping = ClippingWatch(self._note_clipping)
+        self._clocks = Clocks()
         self._handles: list[Any] = []
         self._engine: Any = None
 
@@ -462,32 +371,9 @@ class Recorder:
             register_optimizer_step_pre_hook(self._step_begins),
             register_optimizer_step_post_hook(self._step_ends),
         ]
-        self._watch_clipping()
+        if self._sums:
+            self._clipping.open()
         self._keep_stacks()
-
-    def _watch_clipping(self) -> None:
-        """Look at `.grad` when torch's clipping begins: what is divided before it is told apart.
-
-        All of torch's functions that clip first group what they are given, by a name of their
-        module, however the program has imported them.
-        """
-        grouping = getattr(clip_grad, GROUPING, None)
-        if grouping is None or not self._sums:
-            return
-
-        @functools.wraps(grouping)
-        def grouped(*args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling():
-                self._note_clipping()
-            return grouping(*args, **kwargs)
-
-        self._grouping = grouping, grouped
-        setattr(clip_grad, GROUPING, grouped)
-
-    def _end_of_clipping(self) -> None:
-        if self._grouping is not None and getattr(clip_grad, GROUPING) is self._grouping[1]:
-            setattr(clip_grad, GROUPING, self._grouping[0])
-        self._grouping = None
 
     @_guarded(SUMS)
     def _note_clipping(self) -> None:
@@ -580,7 +466,7 @@ class Recorder:
         # another tool that was opened meanwhile may put it back when it closes
         self._mine.recorder = None
         self._end_of_stacks()
-        self._end_of_clipping()
+        self._clipping.close()
         self._unhook()
         self.last = None
         self._running.clear()
@@ -617,9 +503,16 @@ class Recorder:
 
     def switch_off(self, instrument: str, error: Exception) -> None:
         """Note the error that ends an instrument, with its place in the suite."""
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{Path(frame.filename).name}:{frame.lineno}"
-        self.off.setdefault(instrument, f"{type(error).__name__}: {error} ({where})")
+        self.off.setdefault(instrument, _in_words(error))
+
+    @contextlib.contextmanager
+    def _beside_the_judgement(self, instrument: str) -> Iterator[None]:
+        """Say what fails of an instrument without which all else is judged as well."""
+        try:
+            yield
+        except Exception as error:
+            said = f"{instrument} could not be observed ({_in_words(error)}); please report it"
+            self.notes[finding("failed-instrument", said, remedy="")] += 1
 
     # Passes
 
@@ -686,8 +579,8 @@ class Recorder:
             record = PassRecord(NOWHERE, False)  # of which nothing is kept
         running = ActivePass(record, Reader(), resets=resets)
         self._unbound.append(running)
-        if self._objectives:
-            self._declare(roots)
+        if self.declarations:
+            self.declarations.declare(roots)
         if self._weights and is_kept:
             self._read(running, roots)
         return running
@@ -722,52 +615,6 @@ class Recorder:
             outermost.tasks.append(task)
         if running in self._unbound:
             self._unbound.remove(running)
-
-    def _declare(self, roots: Sequence[Any]) -> None:
-        """Declare the count of a loss that goes backward at a line for which the user has given an
-        expression.
-        """
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            place = (  # given with or without its folder
-                f"{shown_path(frame.f_code.co_filename)}:{frame.f_lineno}"
-            )
-            expression = next(
-                (e for at, e in self._objectives.items() if (os.sep + place).endswith(os.sep + at)),
-                None,
-            )
-            if expression is not None:
-                self._declare_at(place, expression, frame, roots)
-                return
-            frame = frame.f_back
-
-    def _declare_at(
-        self, place: str, expression: str, frame: FrameType, roots: Sequence[Any]
-    ) -> None:
-        """Declare what an expression of the user's says at a line; what it raises is said at the end."""
-        at = next(at for at in self._objectives if (os.sep + place).endswith(os.sep + at))
-        try:
-            with torch.no_grad():
-                count = eval(expression, frame.f_globals, frame.f_locals)
-            for root in roots:
-                declare_terms(root, count, "mean")
-        except Exception as error:
-            self._undeclared.setdefault(at, f"{type(error).__name__}: {error}")
-        else:
-            self._declared.add(at)
-
-    @property
-    def unused_objectives(self) -> list[Occurrence]:
-        """The declarations of the user's that said nothing of any loss, and why."""
-        return [
-            finding(
-                "unused-declaration",
-                f"--objective {at}={expression} declares nothing:"
-                f" {self._undeclared.get(at, 'nothing went backward at this line')}",
-            )
-            for at, expression in self._objectives.items()
-            if at not in self._declared
-        ]
 
     @_guarded(WEIGHTS)
     def _read(self, running: ActivePass, roots: list[Any]) -> None:
@@ -806,9 +653,7 @@ class Recorder:
         if self._again():
             self._look_outside(running, roots)
             if running.outer is None:
-                # of a graph that nothing is known of, nothing is said
-                with contextlib.suppress(Exception):
-                    running.written = _written(roots, running.record.place.line)
+                self._note_written(running, roots)
         place = running.record.place
         apart = self._is_apart()
         # what is computed inside of another pass, or on several ranks, is walked each time
@@ -840,6 +685,11 @@ class Recorder:
             return {}
         uses = uses_below(edge_of(root)[0] for root in roots)
         return {self._keys[i]: one for i, one in uses.items() if i in self._keys}
+
+    def _note_written(self, running: ActivePass, roots: Sequence[Any]) -> None:
+        # without it a difference is told with fewer words, and is told
+        with self._beside_the_judgement(WRITES):
+            running.written = _written(roots, running.record.place.line)
 
     def _watch_leaves(self, leaves: Sequence[torch.Tensor], *, apart: bool) -> None:
         """Watch the parameters that a pass reaches."""
@@ -963,10 +813,11 @@ class Recorder:
     def _finish(self, running: ActivePass) -> None:
         self.passes_seen += 1
         running.record.points = self._points()
-        running.record.clocks = self._clocks()
+        running.record.clocks = self._clocks.now(self._living_optimizers())
         self._hand_over_resets(running)
         self.last = running
-        self._note_unstepped()
+        if not self.steps_seen:
+            self.unstepped.on_pass(self.passes_seen)
         self._receive(running.record)
 
     def _hand_over_resets(self, running: ActivePass) -> None:
@@ -985,83 +836,6 @@ class Recorder:
                 running.record.resets[optimizer] = place
             else:
                 self._resets.setdefault(optimizer, place)
-
-    def _note_unstepped(self) -> None:
-        """Note why no step may come, as long as none has: when the program has ended, its optimizers
-        and scalers are gone.
-        """
-        is_due = self.passes_seen >= MANY and not self.passes_seen & (self.passes_seen - 1)
-        if is_due and not self.steps_seen:
-            self.look_for_unstepped()
-
-    def look_for_unstepped(self) -> None:
-        """Look for an optimizer and for a scaler that has called none, by a search of all objects."""
-        made = live_instances(torch.optim.Optimizer, torch.amp.GradScaler)
-        scalers = [one for one in made if isinstance(one, torch.amp.GradScaler)]
-        if len(made) > len(scalers):
-            self.unstepped = "the step of a torch.optim optimizer that was made is never called"
-        for scaler in scalers:
-            if scaler._scale is not None and float(scaler._scale) < scaler._init_scale:
-                self.unstepped = (
-                    "a GradScaler has called none, since the gradients were not finite (its scale"
-                    f" fell from {scaler._init_scale:.3g} to {float(scaler._scale):.3g})"
-                )
-
-    def _clocks(self) -> dict[str, int]:
-        """Return checksums of what a program moves with its steps."""
-        found = (one() for one, _ in list(self._optimizers.values()))
-        rates = [
-            group.get("lr")
-            for group in chain.from_iterable(
-                optimizer.param_groups for optimizer in found if optimizer is not None
-            )
-        ]
-        epochs = [one.last_epoch for one in _alive(self._schedules or ())]
-        # to read a rate that is a tensor could wait for a device
-        rates = [rate._version if isinstance(rate, torch.Tensor) else rate for rate in rates]
-        clocks = {SCHEDULE: zlib.crc32(repr((rates, epochs)).encode())}
-        averages = _alive(self._averages)
-        for average, mark in zip(averages, samples.BatchedSampler().marks(averages), strict=True):
-            clocks[AVERAGE] = zlib.crc32(
-                repr((mark, average._version, clocks.get(AVERAGE))).encode()
-            )
-        return clocks
-
-    def _find_clocks(self) -> None:
-        """Find scalers, schedules and averages once, by a search through all objects.
-
-        A tensor near to a parameter is an average.
-        """
-        found = live_instances(
-            torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler, torch.Tensor
-        )
-        self._scalers = [
-            weakref.ref(one)
-            for one in found
-            if isinstance(one, torch.amp.GradScaler) and one.is_enabled()
-        ]
-        self._schedules = [
-            weakref.ref(one)
-            for one in found
-            if isinstance(one, torch.optim.lr_scheduler.LRScheduler)
-        ]
-        parameters = _alive(known.reference for known in self.parameters.values())
-        own = [p for p in parameters if p.is_floating_point()]
-        like = {(p.shape, p.dtype, p.device): p for p in own if p.numel() >= FEWEST}
-        memory = {
-            tensor.data_ptr()
-            for tensor in chain.from_iterable((p, p.grad) for p in own)
-            if tensor is not None
-        }
-        pairs = [
-            (one, like[one.shape, one.dtype, one.device])
-            for one in found
-            if _may_be_average(one)
-            and (one.shape, one.dtype, one.device) in like
-            and id(one) not in self._keys
-            and one.data_ptr() not in memory
-        ]
-        self._averages = [weakref.ref(one) for one in _near(pairs)][:MOST_AVERAGES]
 
     @_guarded(SUMS)
     def by_hand(self, running: ActivePass | None, inputs: Any, results: Any) -> None:
@@ -1330,7 +1104,6 @@ class Recorder:
         counts = Counter(id(getattr(h, "__code__", h)) for h in hooks)
         one = HookedGradient(
             key,
-            known,
             running.record,
             raw[0],
             now,
@@ -1351,18 +1124,21 @@ class Recorder:
             now: the same after them.
             alike: whether the factors are those of the last pass: 1 or 0.
         """
+        known = self.parameters.get(one.key)
+        if known is None:  # the program has let the parameter go since
+            return
         unchanged = bool(np.array_equal(then, now, equal_nan=True))
-        fixed = bool(alike[0]) or not one.known.is_changed
+        fixed = bool(alike[0]) or not known.is_changed
         if fixed and unchanged:
             return
-        one.known.is_changed = True
+        known.is_changed = True
         record = one.record
         record.hooked[one.key] = fixed
         if _is_distributed():
             record.raw[one.key] = then
-        if 0 < one.known.times < one.times:
+        if 0 < known.times < one.times:
             record.again.add(one.key)
-        one.known.times = one.times
+        known.times = one.times
         if (found := factor(now, then, 1e-3)) is not None:
             record.factors[one.key] = found
 
@@ -1389,6 +1165,17 @@ class Recorder:
         reference = weakref.ref(optimizer, lambda _: gone((identity, index)))
         self._optimizers[identity] = reference, index
         return index
+
+    def _living_optimizers(self) -> Iterator[Any]:
+        # one may begin to step in another thread
+        for reference, _ in list(self._optimizers.values()):
+            if (optimizer := reference()) is not None:
+                yield optimizer
+
+    def _find_clocks(self) -> None:
+        # no finding of theirs is worth the judgement of the sums
+        with self._beside_the_judgement(CLOCKS):
+            self._clocks.find(alive_of(known.reference for known in self.parameters.values()))
 
     def _forget_optimizers(self) -> None:
         while self._gone:
@@ -1464,19 +1251,6 @@ class Recorder:
             if parameter is not None
         }
 
-    def _find_scale(self, step: StepRecord, optimizer: Any) -> None:
-        """Find which GradScaler has divided by its scale, by `unscale_`, and which ones may have
-        and have not.
-        """
-        for scaler in _alive(self._scalers):
-            if scaler._scale is None:
-                continue
-            state = scaler._per_optimizer_states.get(id(optimizer), {}).get("stage")
-            if state is torch.amp.grad_scaler.OptState.UNSCALED:
-                step.scale = float(scaler._scale)
-            else:
-                step.passed_by.append(float(scaler._scale))
-
     def _overlaid(self, tensors: Mapping[int, torch.Tensor]) -> list[int]:
         """Return the keys of tensors that share memory, as `head.weight =
         Parameter(embedding.weight.data)` leaves.
@@ -1519,13 +1293,12 @@ class Recorder:
         idle = is_whole and self._sums and self._passes_at_step.get(index) == self.passes_seen
         self._passes_at_step[index] = self._passes_at_last_step = self.passes_seen
         given, gradients, unwritten = self._look_at_step(own, idle=idle)
-        if self._schedules is None and self.passes_seen > 1:
-            with contextlib.suppress(Exception):  # no finding is worth the judgement of the sums
-                self._find_clocks()
+        if not self._clocks.are_found and self.passes_seen > 1:
+            self._find_clocks()
         for earlier in self._late:  # never reduced
             for key in self._shards & gradients.keys():
                 earlier.arrivals.setdefault(key, LATE)
-        trainer, steps, scale = _of_the_stack()
+        trainer, steps, scale = trainer_on_the_stack()
         # a fused optimizer divides inside of its step
         divisor = getattr(optimizer, "grad_scale", None)
         fused = isinstance(divisor, torch.Tensor)
@@ -1548,7 +1321,7 @@ class Recorder:
         self._unseen -= gradients.keys()
         self._late.clear()
         if step.scale is None:
-            self._find_scale(step, optimizer)
+            self._clocks.note_scale(step, optimizer)
         step.frozen = frozenset(self._keys[id(p)] for p in own if not p.requires_grad)
         if is_first:
             for key in gradients:
@@ -1685,27 +1458,6 @@ def _modes_of_program() -> list[Any]:
     return [one for one in modes if not type(one).__module__.startswith(own)]
 
 
-def _may_be_average(one: Any) -> bool:
-    """Return whether an object is a tensor that may be an average of a parameter."""
-    # no subclass: a fake or a functional tensor of a compiler has no values
-    plain = type(one) in samples.OWN and one.layout == torch.strided
-    return plain and one.is_leaf and not one.is_meta and not torch._is_functional_tensor(one)
-
-
-def _near(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-    """Return the first one of each pair whose tensors are near to each other.
-
-    Waits once where they lie on a device.
-    """
-    found, _ = samples.BatchedSampler().taken(list(chain.from_iterable(pairs)), whole=False)
-    values = samples.read_samples(found)
-    return [
-        one
-        for (one, _), now, then in zip(pairs, values[::2], values[1::2], strict=True)
-        if np.hypot.reduce(now - then) < NEAR * np.hypot.reduce(then)
-    ]
-
-
 def _are_alike(ratio: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
     """Return whether factors of elements are those of the last pass, as a number where they lie."""
     if last is None or last.shape != ratio.shape:
@@ -1717,8 +1469,6 @@ def _are_alike(ratio: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
     return alike.all().reshape(1).to(ratio.dtype)
 
 
-MANY = 16
-"""Passes without a step, from which on it is asked why: a search through all objects is no short one."""
 MOST_RATIOS = 1024
 """Elements of a gradient that tell by what hooks multiply it."""
 
@@ -1779,6 +1529,12 @@ def _equal(one: Raw | None, other: Raw) -> bool:
     return (
         isinstance(one, np.ndarray) and isinstance(other, np.ndarray) and list(one) == list(other)
     )
+
+
+def _in_words(error: Exception) -> str:
+    """Return an error of the suite's, with its place there."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno})"
 
 
 def _hide_from_dynamo() -> None:

@@ -90,23 +90,6 @@ def fitted(columns: Vector, target: Vector) -> tuple[Vector, Vector, Vector] | N
     )
 
 
-def _robust_errors(columns: Vector, residual: Vector) -> Vector:
-    """Return the standard errors of fitted coefficients where rows have errors of different sizes.
-
-    MacKinnon and White's estimate (HC3), which holds for few rows, too.
-
-    Args:
-        columns: (rows, columns).
-        residual: (rows,), what the fit leaves over.
-    """
-    inverse = np.linalg.inv(columns.T @ columns)
-    leverage = np.einsum("ij,jk,ik->i", columns, inverse, columns)
-    # a row that decides a coefficient alone has a leverage of 1, and no residual
-    weighted = columns * (residual / np.maximum(1 - leverage, LEAST_FREE))[:, None]
-    found: Vector = np.sqrt(np.diag(inverse @ (weighted.T @ weighted) @ inverse))
-    return found
-
-
 @dataclass(frozen=True)
 class Fit:
     """`.grad` as a sum of what arrived in each pass, by least squares.
@@ -260,6 +243,8 @@ class StepWindow:
         unclipped: by which all of `.grad` had been multiplied after the last pass when torch's
             clipping began; None where it did not, or parameters differ.
         misplaced: parameters that have the gradient of another one -> that one.
+        factor_of_most: by which most elements were multiplied after the last pass, where others were
+            edited; None where there is no such factor.
         edits_slightly: whether sampled elements alone might not have shown an edit after the last
             pass.
     """
@@ -287,6 +272,7 @@ class StepWindow:
     misplaced: Mapping[int, int] = field(default_factory=dict)
     factor_error: float = 0.0
     edits_slightly: bool = False
+    factor_of_most: float | None = None
 
     @property
     def where(self) -> Place:
@@ -993,6 +979,8 @@ class Replay:
             return
         window.coefficients = kept
         _set_edit(window, factors, common, off)
+        if window.edit == FREE:
+            window.factor_of_most = self._factor_of_most(found)
 
     def _factors(self, found: Mapping[int, GradChange]) -> dict[int, float | None]:
         """Return by what the `.grad` of each parameter was multiplied after the last pass.
@@ -1063,6 +1051,23 @@ class Replay:
         states = self._states[0]
         now = np.concatenate([found[key].now[:ELEMENTS] for key in keys])
         return is_mostly(now, np.concatenate([states[key].sample[:ELEMENTS] for key in keys]))
+
+    def _factor_of_most(self, found: Mapping[int, GradChange]) -> float | None:
+        """Return by which factor most of the sampled elements were multiplied, None for none.
+
+        An edit of few elements, such as clipping them, leaves the division before it in the others.
+        """
+        states = self._states[0]
+        then = np.concatenate([states[key].sample[:ELEMENTS] for key in found])
+        now = np.concatenate([one.now[:ELEMENTS] for one in found.values()])
+        stood = then != 0
+        if np.count_nonzero(stood) < FEWEST:
+            return None
+        factors = now[stood] / then[stood]
+        common = float(np.median(factors))
+        unit = max(UNIT_ROUNDOFF[self._dtype(key)] for key in found)
+        is_common = np.abs(factors - common) <= FURTHER_ROUNDINGS * unit * abs(common)
+        return common if 2 * np.count_nonzero(is_common) > len(factors) else None
 
     def _may_be_unseen(self, found: Mapping[int, GradChange], off: Sequence[int]) -> bool:
         """Return whether another edit of the kind may leave all sampled elements as they stood, but
@@ -1236,7 +1241,9 @@ class Replay:
                     np.full(number, bound),
                     is_exact=True,
                 )
-        noisy = fitted(arrivals, target)
+        # projections repeat the elements of a small parameter, and an edit of few elements is in each
+        # of them: as rows beside the elements they would make chance significant
+        noisy = fitted(arrivals[elements], target[elements])
         if noisy is None:
             return Fit(
                 *of,
@@ -1246,13 +1253,11 @@ class Replay:
             )
         solution, residual, spread = noisy
         deviation = np.sqrt((residual * residual).sum() / (len(residual) - number))
-        share = float(np.hypot.reduce(residual) / (np.hypot.reduce(target) or 1.0))
-        # an edit of few elements leaves most rows as they are, and is in each of the projections
-        errors = np.maximum(deviation * spread, _robust_errors(arrivals, residual))
+        share = float(np.hypot.reduce(residual) / (np.hypot.reduce(target[elements]) or 1.0))
         return Fit(
             *of,
             solution,
-            SIGNIFICANT * errors,
+            SIGNIFICANT * deviation * spread,
             is_exact=False,
             left=share,
         )
@@ -1391,7 +1396,5 @@ ACCIDENT = 1e-4
 """Chance, from which on it counts, that a few elements of a sum are within rounding a multiple of one of its terms."""
 FEWEST = 8
 """Elements from which on a part of an edited gradient is told from chance."""
-LEAST_FREE = 1e-6
-"""The least share of a row's error that a fit is taken to leave over."""
 SIGNIFICANT = 5.0
 """Standard errors from which on a coefficient is not 0."""

@@ -63,7 +63,7 @@ class Schedule:
         ) = 0
         self._lengths: Counter[int] = Counter()
         self._usual = 0
-        self._is_fresh = self._again_first = False
+        self._is_fresh = self._again_first = self._has_let_go = False
         self._spent = self._of_windows = self._of_recomputed = self._seconds = 0.0
 
     def _measure(self, optimizer: int, passes: int) -> None:
@@ -154,14 +154,17 @@ class Schedule:
         # judged
         least = PAIR + bool(self._gaps)
         number = least if self._gaps else FIRST
-        # optimizers that are made anew all the time would be waited for in vain
-        waited = self._in_a_row >= max(number, MOST_TURNS * least * len(self._last_window))
-        return self._in_a_row >= number and (
-            waited or all(self._judged[of] >= least for of in self._last_window)
-        )
+        if self._in_a_row < number:
+            return False
+        # optimizers that are made anew all the time would be waited for in vain: to do so took nine
+        # windows in place of three, each of which costs as much as twenty steps of a small task
+        if self._has_let_go or self._in_a_row >= MOST_TURNS * least * len(self._last_window):
+            return True
+        return all(self._judged[of] >= least for of in self._last_window)
 
     def forget(self, optimizer: int) -> None:
         """Forget an optimizer that the program has let go: its windows are not waited for."""
+        self._has_let_go = True
         for kept in (self._last_window, self._due, self._attempts, self._judged, self.again):
             kept.pop(optimizer, None)
 
@@ -204,6 +207,7 @@ class Schedule:
             self._counted = 0
             self._gaps = self._gaps + 1
             self._is_fresh = True
+            self._has_let_go = False
             self._last = time.perf_counter()
             self._judged.clear()
             self._in_a_row = 0

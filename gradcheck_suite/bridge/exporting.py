@@ -142,6 +142,7 @@ class _Tensors(ast.NodeTransformer):
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
         self.generic_visit(node)
+        # `and` and `or` ask a tensor for its truth, `&` and `|` compute with it
         return _joined(node.values, ast.BitAnd() if isinstance(node.op, ast.And) else ast.BitOr())
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
@@ -253,6 +254,7 @@ def _refuse_changing_hooks(
     wanted = [p for p in model.parameters() if p.requires_grad]
 
     def gradient() -> list[torch.Tensor]:
+        # the program's own gradients, which are put back below
         kept = [p.grad for p in wanted]
         for p in wanted:
             p.grad = None
@@ -297,6 +299,7 @@ def custom_code_of(
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise BridgeError(f"the parameter {name!r} has a gradient hook: {_ADVICE}")
     recorder = _HookRecorder()
+    # the caller may have gradients off, and hooks are registered only where there are some
     with restored(model), recorder, torch.enable_grad():
         value = loss(model, map_leaves(torch.clone, batch))
     if recorder.hooked:

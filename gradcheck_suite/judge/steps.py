@@ -255,9 +255,8 @@ def _dropped_text(run: HeldSteps) -> str:
 
 
 def _epochs_without_tail(run: HeldSteps) -> list[int]:
-    """Return the epochs that lack the steps of their short windows, where nothing else is wrong.
-
-    Empty otherwise.
+    """Return the epochs that lack the steps of their short windows; none where something else is
+    wrong, too.
     """
     found: list[int] = []
     rest = run.held if run.tail else []

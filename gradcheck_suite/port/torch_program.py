@@ -23,7 +23,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from gradcheck_suite.port.own_functions import CHECKPOINTED, Given, OwnFunction, watched_calls
+from gradcheck_suite.port.own_functions import (
+    CHECKPOINTED,
+    FunctionArguments,
+    OwnFunction,
+    watched_calls,
+)
 from gradcheck_suite.port.pair import default_dtype, first_of_author, flat_output, without_low
 from gradcheck_suite.run.modes import Mode
 
@@ -256,7 +261,7 @@ class _OperationRecorder(Mode):
         self._note_results(call)
         return out
 
-    def function(self, kind: Any, given: Given) -> Callable[[Any], Any]:
+    def function(self, kind: Any, given: FunctionArguments) -> Callable[[Any], Any]:
         """Record a call of a Function of the author's, whose backward is its own.
 
         Return what notes its results.

@@ -206,6 +206,7 @@ def difference(sample: Sample, by_xla: Sequence[Array]) -> str | None:
     for place, (mine, theirs) in enumerate(zip(by_numpy, by_xla, strict=True)):
         if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
             return f"{mine.dtype}{mine.shape} and {theirs.dtype}{theirs.shape} in result {place}"
+        # whole numbers and truth values have no rounding
         if mine.dtype.kind != "f":
             count = int((mine != theirs).sum())
             if count:
@@ -292,6 +293,7 @@ class Tapes:
         is_telling: bool,
     ) -> None:
         """Note a call for a check, unless one that tells as much was noted."""
+        # -1 is less than False, which is less than True
         if self._telling.get(request.key, -1) >= is_telling:
             return
         self._telling[request.key] = is_telling

@@ -125,7 +125,7 @@ def versions(optional: Iterable[str] = ()) -> dict[str, str | None]:
 def missing() -> list[str]:
     """Return why the main job cannot run, one reason for each package that is missing or too old.
 
-    Imports none.
+    No package is imported.
     """
     found = versions()
     reasons = []

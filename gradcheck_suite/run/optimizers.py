@@ -50,9 +50,8 @@ class NormalizedSGD(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Evaluate the closure, if any; update every parameter that has a gradient.
-
-        Return the closure's result.
+        """Evaluate the closure, if any, update every parameter that has a gradient, and return what
+        the closure returned.
         """
         loss = None
         if closure is not None:

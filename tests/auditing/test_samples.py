@@ -114,7 +114,7 @@ def test_an_edit_of_an_element_after_the_last_pass_is_no_gradient_made_by_hand(d
 
 
 @pytest.mark.parametrize(
-    ("place", "share"), [(0, 1e-9), (1, 1e-7)], ids=["sampled", "seen by projections alone"]
+    ("place", "share"), [(0, 1e-12), (1, 1e-9)], ids=["sampled", "seen by projections alone"]
 )
 def test_an_edit_of_an_element_of_many_is_seen_in_a_window_that_is_looked_at_in_full(place, share):
     assert _edited(_adds(share, place), torch.float64, size=1000, every=1, between=False) == (

@@ -17,7 +17,7 @@ import sys
 import pytest
 import torch
 
-from gradcheck_suite.auditing.context import lightning_callback, transformers_callback
+from gradcheck_suite.auditing.callbacks import lightning_callback, transformers_callback
 from tests.auditing.running import audited, audited_on_two_ranks
 
 MISCOUNTED = "(padding or shifted labels counted?)"
