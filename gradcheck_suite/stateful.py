@@ -36,9 +36,8 @@ TIED = ((0, 1, 2), (0, 0, 1), (0, 1, 0), (0, 0, 0))
 UNREACHED = "backward of a loss that reaches no trainable parameter"
 REFUSALS = ("does not require grad", "none of output has requires_grad=True", "graph leaves")
 """Parts of torch's messages when it refuses a backward without a graph (plain or in a checkpoint) or a deep copy."""
-LEARNING_RATE = (
-    0.125  # with it, steps on the losses below neither grow nor leave the numbers that float32 has
-)
+# with it, steps on the losses below neither grow nor leave the numbers that float32 has
+LEARNING_RATE = 0.125
 HELD = 12  # references are read after every rule
 SMALL = 100.0  # above it nothing is done that lets numbers grow
 TOLERANCE = 1e-5  # of the largest number of the run; the smallest fault is an eighth of a gradient
@@ -594,9 +593,8 @@ class _GradientRules(_Model):
         p = self.at(name)
         tensor = self.tensor(p)
         if how == "other":
-            if not any(
-                "frees" in each.hooks for each in self.parameters
-            ):  # else the order of accumulation would count
+            # else the order of accumulation would count
+            if not any("frees" in each.hooks for each in self.parameters):
                 tensor.grad = self.tensor(self.at(other)).grad
                 p.grad = self.at(other).grad
         elif p.grad is not None and tensor.grad is not None:
@@ -713,9 +711,8 @@ class GradStates(_GradientRules, _BackwardRules):
         for p, each in zip(stepped, plain, strict=True):
             each.data = each.data.to(self.dtype)
             each.data.copy_(self.plain(p.value))
-            seen = self.tensor(
-                p
-            ).grad  # an optimizer may divide by it, and turn rounding into a step
+            # an optimizer may divide by it, and turn rounding into a step
+            seen = self.tensor(p).grad
             each.grad = None if seen is None else self.plain(self.read(seen))
         twin.step()
         for p, each in zip(stepped, plain, strict=True):

@@ -621,9 +621,8 @@ class TorchAudit:
     def _pause(self) -> None:
         self._forwards.close()
         unseen = self._outside.close()
-        self._functions -= unseen | {
-            statement_of(kind) for kind in unseen
-        }  # a later window shows them
+        # a later window shows them
+        self._functions -= unseen | {statement_of(kind) for kind in unseen}
         self._running.clear()
         self._recorder.pause()
 

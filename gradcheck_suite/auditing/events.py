@@ -79,9 +79,8 @@ class PassRecord:
     arrivals: dict[int, str] = field(default_factory=dict)
     was: dict[int, Raw] = field(default_factory=dict)
     now: dict[int, Raw] = field(default_factory=dict)
-    shards: dict[int, float] = field(
-        default_factory=dict
-    )  # FSDP reduces into these, which no hook sees
+    # FSDP reduces into these, which no hook sees
+    shards: dict[int, float] = field(default_factory=dict)
     points: dict[int, int] = field(default_factory=dict)
     hooked: dict[int, bool] = field(default_factory=dict)
     again: set[int] = field(default_factory=set)

@@ -225,9 +225,8 @@ def _captured(kind: type) -> list[Any] | None:
         function = inspect.unwrap(getattr(value, "__func__", value))
         if isinstance(function, types.FunctionType):
             for cell in function.__closure__ or ():
-                with contextlib.suppress(
-                    ValueError
-                ):  # the class's own name, which is bound when it is made
+                # the class's own name, which is bound when it is made
+                with contextlib.suppress(ValueError):
                     found.append(cell.cell_contents)
             found += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         elif name not in _BARE:
@@ -471,7 +470,7 @@ class FunctionCallRecorder:
         if not is_first and size > LARGEST_FURTHER:
             return None
         with Apart():
-            # a large call is not judged: no copy is made of it
+            # a call beyond `LARGEST` is not judged, so nothing of it is copied
             small = size <= LARGEST
             given = [_copy(value) if small else value for value in arguments]
             call = FunctionCall(

@@ -829,9 +829,8 @@ class AuditJudge:
             return False
         first = shares[0]
         places = set[Place]().union(*(one.places for one in made))
-        running = first[-1] * np.arange(
-            len(first), 0, -1
-        )  # what stands in `.grad` is added up after each pass
+        # what stands in `.grad` is added up after each pass
+        running = first[-1] * np.arange(len(first), 0, -1)
         known = near(float(first.sum()), 1.0, 1e-2) or np.allclose(first, running, rtol=1e-2)
         are_shares = len(first) > FEWEST_SHARES and len(places) == 1 and known
         if are_shares and all(

@@ -948,9 +948,8 @@ def _eagerly() -> Iterator[None]:
     model once more.
     """
     dynamo: Any = torch._C._dynamo.eval_frame
-    before = dynamo.set_eval_frame(
-        None
-    )  # a step in a compiled function, where no stance can be set
+    # a step in a compiled function, where no stance can be set
+    before = dynamo.set_eval_frame(None)
     try:
         # what a checkpoint computes again runs to its end, so that hooks see it
         with torch.compiler.set_stance("force_eager"), set_checkpoint_early_stop(False):

@@ -186,9 +186,10 @@ class ProgramState:
                     if name.startswith("__"):  # `__dict__` and the like cannot be set
                         self._walk(getattr(value, "__func__", None))
                         continue
+                    # what records its calls stands in its place for a while
                     if isinstance(value, staticmethod) and issubclass(
                         base, torch.autograd.Function
-                    ):  # what records its calls stands in its place for a while
+                    ):
                         self._walk(value.__func__)
                         continue
                     self.undo.callback(_set_attribute, base, name, value)
@@ -294,9 +295,8 @@ class ProgramState:
         if library and not users:
             return  # what libraries hold among themselves, such as caches of modules, is theirs
         library = not users
-        if is_suites(
-            function.__code__.co_filename
-        ):  # a recording stand-in: what it records is not put back
+        # a recording stand-in: what it records is not put back
+        if is_suites(function.__code__.co_filename):
             inner = [cell.cell_contents for cell in function.__closure__ or ()]
             self._walk_all(each for each in inner if isinstance(each, types.FunctionType))
             return

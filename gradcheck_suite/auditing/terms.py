@@ -150,7 +150,8 @@ def _shape(node: Any, index: int) -> tuple[int, ...] | None:
         IndexError,
         RuntimeError,
         TypeError,
-    ):  # nested tensors, functions of one's own
+    ):
+        # nested tensors, functions of one's own
         return None
 
 

@@ -659,10 +659,9 @@ def _operations_listed_once() -> Iterator[None]:
         yield
 
 
-# run_decompositions drops no_grad regions (torch 2.13); not reported upstream as far as known
 def _stop_gradients_without_grad(graph_module: fx.GraphModule) -> None:
-    """Detach the arguments of every operation inside a `no_grad` region: decomposition drops such
-    regions.
+    """Detach the arguments of every operation inside a `no_grad` region: `run_decompositions` drops
+    such regions (torch 2.13); not reported upstream as far as known.
     """
     for node in list(graph_module.graph.nodes):
         # the first argument says whether gradients are on in the region

@@ -175,10 +175,8 @@ def resolve_loop(text: str, framework: str | None = None) -> Loop:
     """
     if ":" not in text:
         return _built_in(text)
-    from gradcheck_suite.run.torch_state import (
-        BY_IMPORT,
-        changes_undone,
-    )  # imports torch, which takes a second
+    # imports torch, which takes a second
+    from gradcheck_suite.run.torch_state import BY_IMPORT, changes_undone
 
     with changes_undone() as changed:
         loop, module = _find(text, "a loop")

@@ -163,7 +163,7 @@ def _has_missing_steps(run: HeldSteps) -> bool:
 def _cut_elsewhere(run: HeldSteps) -> bool:
     """Whether steps hold micro-batches in the loader's order, none twice.
 
-    The rest after an epoch's last may miss.
+    The micro-batches after an epoch's last step may be missing.
     """
     steps = run.in_turns
     end = len(run.turns)

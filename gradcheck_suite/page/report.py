@@ -1,6 +1,5 @@
-"""A report put together from records: its answers first, then its sections.
-
-And what changed between two of them.
+"""A report put together from records: its answers first, then its sections; what
+changed between two of them.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ def verdict_matrix(records: Sequence[Record], most: int | None = None) -> Matrix
     modes = {*MODES, *JAX_MODES, of_jax}
     order = sorted(
         rows,
-        # False comes before True: violated loops first, and in a short matrix the built-in modes
+        # False comes before True: in a short matrix the built-in modes first, then violated loops
         key=lambda loop: (limited and loop not in modes, holding[loop], loop not in modes),
     )
     shown = {loop: rows[loop] for loop in order[:most]}

@@ -310,7 +310,7 @@ def _by_position(top: _Top) -> Change:
 
 def _compared(call: OperationCall, top: _Top, off: float) -> bool:
     """Return what a comparison says of an element that is so far from the last one that is taken."""
-    # the comparison itself says it, for one element and the last one that is taken
+    # the recorded operation decides: `<` and `<=` differ where `off` is 0
     operands = [torch.tensor(off if ref == top.of else 0.0) for ref in call.args[:2]]
     return bool(call.op(*operands))
 
@@ -462,9 +462,8 @@ def _left_out(search: CauseSearch, index: int) -> Iterator[Hypothesis]:
             ):
                 cause = "missing-mask"
             yield Hypothesis(cause, words, {index: lambda c, a, k, g, r=ref: [g(r)]}, at=index)
-            if isinstance(ref.kind, int) and _adds_little(
-                calls[ref.kind]
-            ):  # the epsilon goes with what it is for
+            # the epsilon goes with what it is for
+            if isinstance(ref.kind, int) and _adds_little(calls[ref.kind]):
                 before = calls[ref.kind].args[0]
                 yield Hypothesis(
                     cause, words, {index: lambda c, a, k, g, b=before: [g(b)]}, at=index

@@ -269,9 +269,8 @@ class Matching:
             found = [ref for ref, mine, other in outs if outputs_error([mine], [other]) > close]
         found = [ref for ref in found if isinstance(ref, Ref)]
         for source in self._sources_of(ref for ref in found if self.run.get(ref).numel() == 1):
-            if isinstance(
-                source.kind, int
-            ):  # one number is in no other order: the port has it elsewhere, by chance
+            # one number is in no other order: the port has it elsewhere, by chance
+            if isinstance(source.kind, int):
                 self.status[source.kind] = False
         return (
             found

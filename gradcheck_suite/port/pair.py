@@ -500,9 +500,8 @@ def perturbed(rng: np.random.Generator, much: float = 1.0) -> Draw:
         small = size <= 1e-3  # layers that start at 1e-6 hide what is behind them, as zeros do
         if not small and _is_in_order(value):
             return _in_order(value, 0.3 * noise)
-        if (
-            value.size and value.min() > 0
-        ):  # such as a scale or a variance, whose logarithm or root may be taken
+        # such as a scale or a variance, whose logarithm or root may be taken
+        if value.size and value.min() > 0:
             return value + 0.2 * np.abs(noise) if small else value * np.exp(0.3 * noise)
         return value + (0.2 if small else 0.3 * size) * noise
 

@@ -423,11 +423,10 @@ class _Steps(TorchFunctionMode):
 
 @contextmanager
 def _attention_in_steps(recorder: _OperationRecorder) -> Iterator[None]:
-    # the fast path of `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` in evaluation is one
-    # fused operation, which has no scores and no weights to compare
     fast = torch.backends.mha.get_fastpath_enabled()
     functional = nn.functional
-    # in eval mode, torch's encoder computes a whole layer by one fused call, which has no steps
+    # in eval mode `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` are one fused operation
+    # each, which has no scores and no weights to compare
     torch.backends.mha.set_fastpath_enabled(False)
     # by name, too: inside of a function of torch's that is written in Python, as
     # `multi_head_attention_forward`, the mode `_Steps` is off

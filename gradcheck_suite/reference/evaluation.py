@@ -294,7 +294,7 @@ class Tapes:
         is_telling: bool,
     ) -> None:
         """Note a call for a check, unless one that tells as much was noted."""
-        # -1 is less than False, which is less than True
+        # -1, of a key that was never noted, is less than False, and False less than True
         if self._telling.get(request.key, -1) >= is_telling:
             return
         self._telling[request.key] = is_telling

@@ -60,8 +60,8 @@ def step_calls_fault(
     plan = case.plan
     micro_batches = (plan.ranks or (len(plan.micro_batches),))[rank]
     windows = len(plan.windows)
-    # Accelerate steps a scheduler as many times per window as there are ranks
-    # with one micro-batch per window the two ways of stepping are the same
+    # Accelerate steps a scheduler as many times per window as there are ranks; with one micro-batch
+    # per window, stepping per window and per micro-batch are the same
     if is_probe(case) or micro_batches in (windows, windows * plan.world_size):
         return None
 

@@ -593,9 +593,8 @@ def _expect_targets(instance: Instance, model: torch.nn.Module) -> None:
         try:
             loss = _checked_loss(instance, model, batch)
         except (UsageError, RuntimeError, ValueError):
-            loss = (
-                0.0  # a mean of nothing is no number, and batch normalization rejects a single item
-            )
+            # a mean of nothing is no number, and batch normalization rejects a single item
+            loss = 0.0
         if loss:
             raise UsageError(
                 f"{_name(instance)}: Problem.count is 0 for {len(items)} items whose loss is"

@@ -325,9 +325,8 @@ def _opinion(
         or (violation and (violation.kind in UNASKED or violation.case.spec))
     ):
         return None
-    from gradcheck_suite.verification.second_opinion import (
-        second_opinion,
-    )  # generated problems need no bridge
+    # generated problems need no bridge
+    from gradcheck_suite.verification.second_opinion import second_opinion
 
     return second_opinion(
         [violation.case] if violation else search.tally.users_cases, problem, budget_s=budget_s
@@ -393,7 +392,6 @@ def _threads(problem: Problem | None) -> AbstractContextManager[None]:
     try:
         size = sum(p.numel() for p in problem.model(0).parameters())
     except (Exception, SystemExit):
-        return (
-            nullcontext()
-        )  # a user's own code may raise anything; the check of the first case reports it
+        # a user's own code may raise anything; the check of the first case reports it
+        return nullcontext()
     return one_thread() if size < LARGE_MODEL else nullcontext()

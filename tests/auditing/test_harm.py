@@ -406,9 +406,8 @@ def of_bytes():
 
 def of_expanded():
     one = torch.ones(1)
-    wide = one.expand(
-        5
-    )  # copying into it raises, which may not keep the other one from being put back
+    # copying into it raises, which may not keep the other one from being put back
+    wide = one.expand(5)
 
     def draw():
         one.add_(1)
@@ -467,9 +466,8 @@ def of_data(model):
 
 
 def into_trained(model):
-    model.query.weight.mul_(
-        0.9 if model.calls % 2 else 1.0
-    )  # once a window: its micro-batches have the same ones
+    # once a window: its micro-batches have the same ones
+    model.query.weight.mul_(0.9 if model.calls % 2 else 1.0)
 
 
 def into_listed(model):

@@ -96,9 +96,9 @@ def _adds(share, place=0):
 def test_an_edit_between_two_passes_is_found_down_to_the_rounding_of_the_element(
     dtype, every, share
 ):
-    """In a window that is looked at in full likewise.
+    """The same holds in a window that is looked at in full.
 
-    What is smaller is no factor of the weights.
+    A smaller edit is not taken for a factor of the weights.
     """
     found, _ = _edited(_adds(share * SEEN[dtype]), dtype, size=300, every=every)
     assert found == ["not-linear"] * (share == 1)

@@ -33,7 +33,7 @@ BOTH = "sums and weights"
 FEWEST_ALIKE = 2
 """Gradients that have the norm of another one, in all windows, from which on that is no chance."""
 FEWEST_STEPS = 3
-"""Steps after which parameters that are still the same are not updated."""
+"""Fewest steps that show that parameters are never updated, or that each micro-batch has a step of its own."""
 
 
 @dataclass(frozen=True, eq=False)
