@@ -40,7 +40,7 @@ from gradcheck_suite.auditing import (
 
 PLANTED = [
     (samples.BatchedSampler, "_find"),
-    (samples, "read"),
+    (samples, "read_samples"),
     (recorder, "current_place"),
     (recorder, "leaves_below"),
     (recorder.Recorder, "_look_at_gradients"),
@@ -54,7 +54,7 @@ PLANTED = [
     (replay.Replay, "on_step"),
     (judge, "decide"),
     (judge, "judge_weights"),
-    (weights, "compare"),
+    (weights, "compare_terms"),
     (recomputation, "_compute"),
     (program_state.RandomState, "now"),
     (module_calls.ModuleCalls, "_record"),
