@@ -715,6 +715,7 @@ class TorchAudit:
         """
         for event in self._taken():
             self._judge.take([event])
+        self._recorder.sparse = self._judge.sparse
         window = None if "batch" in self.options.without else self._judge.window
         if again and window is not None:
             # what a call needs to give the same again is kept in the next window, and in that one

@@ -84,7 +84,9 @@ class WindowEvidence:
         keys: of the parameters whose `.grad` is explained: the rows.
         coefficients: (rows, columns), of each pass in each `.grad`, that of the rank which has most
             of it; NaN where nothing has arrived, or exactly 0.
-        null: (columns,), whether all that arrived was exactly 0, which tells nothing.
+        null: (columns,), whether all that arrived was 0 as far as it was looked at, which tells
+            nothing.
+        unknown: (columns,), whether something may have arrived that no sampled element shows.
         by_hand: (columns,), whether the program puts the results into `.grad` itself.
         seen: (columns,), whether another optimizer has stepped on the pass.
         history: of the optimizer.
@@ -97,6 +99,7 @@ class WindowEvidence:
     keys: Sequence[int]
     coefficients: Numbers
     null: Mask
+    unknown: Mask
     by_hand: Mask
     seen: Mask
     history: History = History()
@@ -286,6 +289,7 @@ def evidence_of(window: StepWindow) -> WindowEvidence:
     for rank, index, key in window.null:
         if key in rows and index in columns:
             told[rank, rows[key], columns[index]] = False
+    unmeasured = {index for _, index, key in window.null - window.zero if key in rows}
     largest = np.full(shape[1:], np.nan)
     values = _values(window.coefficients, indices, ranks)
     for rank in range(ranks):
@@ -298,6 +302,7 @@ def evidence_of(window: StepWindow) -> WindowEvidence:
         keys,
         largest,
         null=in_any_row(in_any_row(arrived)) & ~in_any_row(in_any_row(told)),
+        unknown=np.array([index in unmeasured for index in indices], bool),
         by_hand=np.array([seen.by_hand for seen in window.passes.values()], bool),
         seen=np.array([bool(window.seen[index]) for index in indices], bool),
     )

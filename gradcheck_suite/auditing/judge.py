@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain, pairwise, product
@@ -241,6 +241,11 @@ class AuditJudge:
         self._since: Counter[int] = Counter()
         self._weighed: dict[int, WeightVerdict] = {}
         self._shared = SharedPasses(self._replay.owners, self._names)
+
+    @property
+    def sparse(self) -> Set[int]:
+        """The parameters whose gradients sampled elements alone do not show."""
+        return self._replay.sparse
 
     def take(self, row: Sequence[Event]) -> None:
         """Take the event of each rank.
@@ -524,7 +529,8 @@ class AuditJudge:
         window = evidence.window
         optimizer = window.optimizer
         told = np.flatnonzero(~evidence.null).tolist()
-        for site in {str(place) for place in evidence.places(columns_where(evidence.null))}:
+        zero = columns_where(evidence.null & ~evidence.unknown)
+        for site in {str(place) for place in evidence.places(zero)}:
             said = "backward() computes gradients here that are all exactly 0"
             self._notes[finding("zero-gradient", said, site)] += 1
         for column in told:
@@ -536,8 +542,10 @@ class AuditJudge:
                 count.lost += 1
             if window.first and evidence.in_sum[column]:
                 self._of_first.add((optimizer, place))
-        for place in evidence.places(told):
-            self._places[optimizer, place].windows += 1
+        # a pass that brings exactly 0, or what no sampled element shows, was called all the same
+        for place in evidence.places(range(len(evidence.indices))):
+            if (optimizer, place) in self._places:
+                self._places[optimizer, place].windows += 1
 
     def _note_length(self, evidence: WindowEvidence) -> None:
         """Count a window, and its passes where none is missing."""

@@ -20,7 +20,7 @@ import time
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -283,6 +283,7 @@ class Recorder:
         muted: whether nothing is recorded, since a window is computed again.
         concurrent: whether two threads that are alive have called backward: their passes cannot be
             told apart.
+        sparse: parameters whose gradients sampled elements alone do not show.
         unstepped: tells why no step may come, as long as none has.
         declarations: of the user's, of losses.
         records: whether passes and steps are recorded, or only counted.
@@ -320,6 +321,8 @@ class Recorder:
         self._resumes = resumes
         self._again = again
         self._let_go_of = let_go_of
+        self.sparse: Set[int] = frozenset()
+        self._sparse = frozenset[int]()
         self._paused_at: int | None = None
         self._weights = weights
         self._sums = sums
@@ -382,7 +385,9 @@ class Recorder:
             return
         own = ((key, known.reference()) for key, known in self.parameters.items())
         stands = {key: p.grad for key, p in own if p is not None and p.grad is not None}
-        found, _ = self._clipped_of.taken([*stands.values()], whole=self._full())
+        found, _ = self._clipped_of.taken(
+            [*stands.values()], whole=self._full(), sparse=self._sparse_of(stands)
+        )
         self._before_clipping = dict(zip(stands, found, strict=True))
 
     def _keep_stacks(self) -> None:
@@ -939,7 +944,9 @@ class Recorder:
                 given[key] = same[key]
         self._before = dict.fromkeys(same, KEPT) | dict.fromkeys(given, TOUCHED)
         found = (
-            samples.BatchedSampler().taken([*given.values()], whole=self._full())[0]
+            samples.BatchedSampler().taken(
+                [*given.values()], whole=self._full(), sparse=self._sparse_of(given)
+            )[0]
             if given
             else ()
         )
@@ -976,7 +983,11 @@ class Recorder:
         self, gradients: Mapping[int, torch.Tensor], *, whole: bool = False
     ) -> dict[int, Raw]:
         """Sample the gradients of some parameters, and note that this is how they stand."""
-        found, marks = self._gradients_of.taken([*gradients.values()], whole=whole or self._full())
+        found, marks = self._gradients_of.taken(
+            [*gradients.values()],
+            whole=whole or self._full(),
+            sparse=self._sparse_of(gradients),
+        )
         for (key, gradient), mark in zip(gradients.items(), marks, strict=True):
             known = self.parameters[key]
             reference = known.gradient[0] if known.gradient is not None else None
@@ -984,6 +995,12 @@ class Recorder:
                 reference = weakref.ref(gradient, functools.partial(self._let_go, key))
             known.gradient = reference, gradient._version, mark
         return dict(zip(gradients, found, strict=True))
+
+    def _sparse_of(self, keys: Iterable[int]) -> set[int]:
+        """Return the indices of parameters whose gradients are sampled as a whole in any window."""
+        if not self._sparse:
+            return set()
+        return {i for i, key in enumerate(keys) if key in self._sparse}
 
     def _let_go(self, key: int, _: Any) -> None:
         known = self.parameters.get(key)
@@ -1032,7 +1049,8 @@ class Recorder:
             if same and samples.BatchedSampler().marks([gradient])[0] == known.gradient[2]:  # type: ignore[index]
                 continue
             if before == TOUCHED and _equal(
-                self._touched[key], samples.sample(gradient, whole=self._full())
+                self._touched[key],
+                samples.sample(gradient, whole=self._full() or key in self._sparse),
             ):
                 continue
             found = True
@@ -1393,6 +1411,8 @@ class Recorder:
             self._graphs.forget()
         self._graphs.begin_window()
         before = {key: self.parameters[key].gradient for key in given}
+        # from a step on, so that a window is sampled in one way
+        self._sparse = frozenset(self.sparse)
         gradients |= self._taken(dict(sorted(given.items())), whole=idle)
         unwritten = [
             key for key, was in before.items() if _is_unwritten(was, self.parameters[key].gradient)

@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from gradcheck_suite.auditing.events import BY_HAND, FREE, NONE, Column, PassRecord, StepRecord
 from gradcheck_suite.auditing.places import Place
@@ -248,7 +249,8 @@ class StepWindow:
         before: the number of passes at the optimizer's last step.
         local: parameters in whose `.grad` the last passes are the rank's own, where there are
             several ranks.
-        null: what arrived there was exactly 0: it tells nothing.
+        null: what arrived there changed nothing that was sampled: it tells nothing.
+        zero: those of `null` of which all elements were looked at: what arrived is exactly 0.
         not_finite: the passes with an arrival that was not finite.
         copies: whether the optimizer steps on copies of the parameters (master weights), for which
             these stand here.
@@ -279,6 +281,7 @@ class StepWindow:
     before: int
     local: Collection[int]
     null: set[tuple[int, int, int]]
+    zero: set[tuple[int, int, int]]
     not_finite: set[int]
     copies: bool = False
     fit: Fit | None = None
@@ -370,6 +373,8 @@ class Replay:
         last: index of an optimizer -> the number of passes at its last step.
         of_rank: parameters that had other values on each rank at the first step.
         alike: of passes of several ranks, whether the same arrived on all of them -> how many.
+        sparse: parameters at which something has arrived that no sampled element shows, as at the
+            rows of an embedding: their gradients have to be sampled as a whole.
     """
 
     def __init__(self, ranks: int, dtypes: dict[int, str]) -> None:
@@ -379,6 +384,7 @@ class Replay:
         self.last: dict[int, int] = {}
         self.of_rank: set[int] = set()
         self.alike: Counter[bool] = Counter()
+        self.sparse: set[int] = set()
         self._call = -1
         self._before_call = 0
         self._at_last_step = 0
@@ -386,6 +392,7 @@ class Replay:
         self._states: list[defaultdict[int, State]] = [defaultdict(State) for _ in range(ranks)]
         self._arrived: defaultdict[Source, dict[int, Vector]] = defaultdict(dict)
         self._null: set[tuple[int, int, int]] = set()
+        self._zero: set[tuple[int, int, int]] = set()
         self._late: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         self._not_finite: set[int] = set()
         self._owners: defaultdict[int, set[int]] = defaultdict(set)
@@ -703,13 +710,19 @@ class Replay:
             with np.errstate(invalid="ignore"):
                 differences = now - then
             self._arrived[rank, index] |= zip(keys, differences, strict=True)
+            is_whole = differences.shape[1] > ELEMENTS
+            if not (shown := np.any(differences[:, :ELEMENTS], axis=1)).all():
+                self._note_sparse(keys, differences, shown)
             for key, is_any in zip(keys, np.any(differences, axis=1).tolist(), strict=True):
                 old = states[key].coefficients
                 divisor = record.shards.get(key)
                 together = (*self._late.pop((rank, key), ()), index) if self._late else (index,)
                 if not is_any:
                     # a branch that begins at zero: whether it was reset cannot be told from it
-                    self._null |= {(rank, i, key) for i in together}
+                    of_key = {(rank, i, key) for i in together}
+                    self._null |= of_key
+                    if is_whole:
+                        self._zero |= of_key
                     added = old
                 elif (asked := (id(old), divisor, together)) in made:
                     added = made[asked][0]
@@ -725,6 +738,26 @@ class Replay:
                     made[asked] = added, old  # as long as the old one is kept, no other has its id
                 states[key] = State(record.now[key], added, bool(divisor))  # type: ignore[arg-type]
 
+    def _note_sparse(
+        self,
+        keys: Sequence[int],
+        differences: npt.NDArray[np.float64],
+        shown: npt.NDArray[np.bool_],
+    ) -> None:
+        """Note at which parameters something has, or may have, arrived that no sampled element shows.
+
+        Args:
+            keys: of the parameters.
+            differences: (keys, elements and projections), what has arrived.
+            shown: (keys,), whether a sampled element shows it.
+        """
+        projections = differences[:, ELEMENTS:]
+        # without projections nobody knows: they are taken from now on
+        arrived = projections.any(axis=1) if projections.shape[1] else np.ones(len(keys), bool)
+        self.sparse |= {
+            key for key, is_sparse in zip(keys, arrived & ~shown, strict=True) if is_sparse
+        }
+
     def _discard(self, rank: int, keys: Iterable[int]) -> None:
         """Note which passes stood together in a `.grad` that was reset: the program may have kept
         it elsewhere.
@@ -739,6 +772,7 @@ class Replay:
             self.passes,
             self._arrived,
             self._null,
+            self._zero,
             self._not_finite,
             self._late,
             self._discarded,
@@ -832,6 +866,7 @@ class Replay:
             before=before,
             local=[key for _, key in late] or split.unequal - split.own,
             null={n for n in self._null if n[1] in members},
+            zero={n for n in self._zero if n[1] in members},
             not_finite=self._not_finite & members.keys(),
             copies=is_of_copies,
         )
@@ -1388,6 +1423,7 @@ class Replay:
         ]:
             del self._arrived[source]
         self._null = {n for n in self._null if n[1] in kept}
+        self._zero = {n for n in self._zero if n[1] in kept}
         self._not_finite &= kept
         self._discarded = {one: cs for one, cs in self._discarded.items() if one <= kept}
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from operator import attrgetter
@@ -373,7 +373,7 @@ class BatchedSampler:
         return found
 
     def taken(
-        self, tensors: Sequence[torch.Tensor], *, whole: bool
+        self, tensors: Sequence[torch.Tensor], *, whole: bool, sparse: Collection[int] = ()
     ) -> tuple[list[Raw], list[int | None]]:
         """Return linear functions of gradients, and checksums of the elements: 16, and 8
         projections if `whole`.
@@ -386,28 +386,33 @@ class BatchedSampler:
             tensors: of any shapes, layouts, dtypes or devices; of a distributed one the local shard
                 is read.
             whole: whether the projections are taken.
+            sparse: the indices of tensors of which they are taken in any case.
         """
         found: list[Any] = [None] * len(tensors)
         marks: list[int | None] = [None] * len(tensors)
         kept, elsewhere = self._find(tensors)
         if not whole:
-            gathered = _gathered({i: kept[i] for i in elsewhere if _can_be_gathered(kept[i])})
+            gathered = _gathered(
+                {i: kept[i] for i in elsewhere if i not in sparse and _can_be_gathered(kept[i])}
+            )
             for i, sampled in gathered.items():
                 found[i] = sampled
             elsewhere = [i for i in elsewhere if i not in gathered]
         for i in elsewhere:
-            found[i], marks[i] = _taken_elsewhere(kept[i], whole=whole)
+            found[i], marks[i] = _taken_elsewhere(kept[i], whole=whole or i in sparse)
         for dtype, rows in self._where.items():
             some = _memory(dtype)[rows.where]
             taken = _numbers(some).astype(np.float64)
             taken[~rows.exist] = 0.0
-            if whole:
-                flat = (
-                    _flat(kept[i], spot) for i, spot in zip(rows.tensors, rows.spots, strict=True)
+            for i, spot, elements, mark in zip(
+                rows.tensors, rows.spots, taken, _marks(some), strict=True
+            ):
+                is_whole = whole or i in sparse
+                found[i] = (
+                    np.concatenate([elements, _projected(_flat(kept[i], spot))])
+                    if is_whole
+                    else elements
                 )
-                taken = np.hstack([taken, [_projected(numbers) for numbers in flat]])
-            for i, sampled, mark in zip(rows.tensors, taken, _marks(some), strict=True):
-                found[i] = sampled
                 marks[i] = mark
         return found, marks
 

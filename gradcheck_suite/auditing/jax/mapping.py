@@ -145,6 +145,7 @@ def step_window(window: StepGradients, optimizer: int, columns: Collection[Colum
         before=0,
         local=(),
         null=set(),
+        zero=set(),
         not_finite=set(),
         error=window.tolerance,
     )
