@@ -20,7 +20,7 @@ def test_a_search_that_takes_long_is_not_made_again_at_once(monkeypatch):
     monkeypatch.setattr(unstepped, "live_instances", searched)
     monkeypatch.setattr(unstepped.time, "perf_counter", lambda: clock[0])
     watched = unstepped.Unstepped()
-    for passes in range(1, 2**14):
+    for passes in range(1, 2**15):
         clock[0] += 0.001
         watched.on_pass(passes)
     assert searches[0] == pytest.approx(100.0 + 0.001 * 16)
