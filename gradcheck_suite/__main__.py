@@ -24,9 +24,8 @@ def main(argv: Sequence[str] | None = None, program: CommandLine | None = None) 
         program: that has the command; `gradcheck-suite` when None.
     """
     for name in ("stdout", "stderr"):
-        if (
-            getattr(sys, name) is None
-        ):  # closed by whoever started the process: a file would get its number
+        # closed by whoever started the process: a file would get its number
+        if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - open until the end
     given = sys.argv[1:] if argv is None else list(argv)
     try:

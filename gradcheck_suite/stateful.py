@@ -36,9 +36,8 @@ TIED = ((0, 1, 2), (0, 0, 1), (0, 1, 0), (0, 0, 0))
 UNREACHED = "backward of a loss that reaches no trainable parameter"
 REFUSALS = ("does not require grad", "none of output has requires_grad=True", "graph leaves")
 """Parts of torch's messages when it refuses a backward without a graph (plain or in a checkpoint) or a deep copy."""
-LEARNING_RATE = (
-    0.125  # with it, steps on the losses below neither grow nor leave the numbers that float32 has
-)
+# with it, steps on the losses below neither grow nor leave the numbers that float32 has
+LEARNING_RATE = 0.125
 HELD = 12  # references are read after every rule
 SMALL = 100.0  # above it nothing is done that lets numbers grow
 TOLERANCE = 1e-5  # of the largest number of the run; the smallest fault is an eighth of a gradient
@@ -83,6 +82,8 @@ class Memory:
 
     def add(self, terms: Sequence[tuple[float, LossGradient]]) -> Memory:
         """Add gradients in place."""
+        # the formula and the terms are kept side by side: JAX computes the terms again at the end,
+        # so a wrong formula does not go unseen
         self.value = self.value + sum(weight * term.gradient for weight, term in terms)
         self.terms += [(np.full(2, weight), term) for weight, term in terms]
         return self
@@ -132,6 +133,8 @@ class _Module(torch.nn.Module):
 
 @functools.cache
 def _gradient_of_history() -> Any:
+    # a gradient at each loss's own values: one shift moves the parameter in all losses of the
+    # history
     def total(shift: Any, weights: Any, coefficients: Any, values: Any, own: Any) -> Any:
         moved = values + own[:, :, None] * shift
         return (weights * (coefficients[:, :, None] * moved).sum(1) ** 2).sum()
@@ -202,6 +205,7 @@ class _Model(RuleBasedStateMachine):
 
         Override it for tensors that `Tensor.to("cpu")` cannot copy.
         """
+        # a DTensor has its own shard alone, and collects the whole by `full_tensor`
         whole = getattr(tensor.detach(), "full_tensor", tensor.detach)()
         return whole.to("cpu", torch.float64).numpy().copy()
 
@@ -268,6 +272,7 @@ class _Model(RuleBasedStateMachine):
         """Assert that torch raises one of `REFUSALS` if `expected`, and nothing otherwise."""
         try:
             yield
+        # any other message is a failure, such as one of a kernel, that must not pass for a refusal
         except RuntimeError as error:
             if not expected or not any(words in str(error) for words in REFUSALS):
                 raise
@@ -277,6 +282,8 @@ class _Model(RuleBasedStateMachine):
     def same(self, what: str, seen: torch.Tensor, expected: Array) -> None:
         """Fail unless a tensor has the expected numbers."""
         observed = self.read(seen)
+        # the largest number so far, and not this one: a sum that cancels keeps the rounding of its
+        # terms
         self.largest = max(self.largest, *np.abs(expected))
         assert self.is_alike(observed, expected), f"{what} is {observed}, should be {expected}"
 
@@ -312,6 +319,8 @@ class _Model(RuleBasedStateMachine):
                 p.grad.tensor = seen
                 if self.holds_all and len(self.held) < HELD:
                     self.take_reference(p.grad)
+            # identity and not equality: an optimizer or a reducer that holds the old tensor would
+            # go on with it
             assert seen is p.grad.tensor, f"{what} should be the same tensor as before"
             graphs = (seen.grad_fn is not None, seen.requires_grad)
             assert graphs == (p.grad.graph,) * 2, (
@@ -354,6 +363,7 @@ class _Model(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Compare each memory with the gradient that JAX computes from its terms."""
         grads = [*self.held, *(p.grad for p in self.parameters if p.grad is not None)]
+        # each memory once, though several references share it
         for memory in {id(grad.memory): grad.memory for grad in grads}.values():
             seen = witness(memory)
             assert self.is_alike(seen, memory.value), f"JAX: {seen}, model: {memory.value}"
@@ -384,6 +394,8 @@ class _Model(RuleBasedStateMachine):
                 "all": self.make_optimizer(tensors),
                 "first": self.make_optimizer(tensors[:1]),
             }
+            # an unknown optimizer has no formula here, so a second one on plain tensors says what
+            # its step is
             plain = [torch.nn.Parameter(self.plain(p.value)) for p in self.parameters]
             self.twins = {
                 "all": self.make_optimizer(plain),
@@ -435,6 +447,7 @@ class _BackwardRules(_Model):
     @rule(c=coefficients)
     def backward_into_inputs(self, c: Coefficients) -> None:
         """Backward into one of the parameters that the loss reaches."""
+        # the last, so that it is not always the parameter that an optimizer has first
         for p, added in list(self.terms(c).items())[-1:]:
             self.module(c).backward(inputs=[self.tensor(p)])
             self.accumulate({p: added})
@@ -503,6 +516,7 @@ class _BackwardRules(_Model):
         parameter.
         """
         p = self.at(name)
+        # the call does not read it, so the leaf would get no gradient
         if c[name] is None:
             return
         leaf = self.tensor(p).detach().clone().requires_grad_()
@@ -579,9 +593,8 @@ class _GradientRules(_Model):
         p = self.at(name)
         tensor = self.tensor(p)
         if how == "other":
-            if not any(
-                "frees" in each.hooks for each in self.parameters
-            ):  # else the order of accumulation would count
+            # else the order of accumulation would count
+            if not any("frees" in each.hooks for each in self.parameters):
                 tensor.grad = self.tensor(self.at(other)).grad
                 p.grad = self.at(other).grad
         elif p.grad is not None and tensor.grad is not None:
@@ -610,6 +623,7 @@ class _GradientRules(_Model):
         torch.nn.utils.clip_grad_value_(self.module.parameters(), 2.0, foreach=foreach)
         for p in self.parameters:
             if p.grad is not None:
+                # a factor for each element, so that the terms follow and JAX can check them
                 p.grad.memory.scale(2 / np.maximum(2, np.abs(p.grad.memory.value)))
 
     @rule(name=names, kind=st.sampled_from(("doubles", "counts", "frees")))
@@ -620,6 +634,8 @@ class _GradientRules(_Model):
         p = self.at(name)
         calls = list[int]()
         tensor = self.tensor(p)
+        # torch refuses a hook on a tensor without gradient; of a shared gradient the first
+        # parameter would step and the second find the memory changed
         if kind in p.hooks or not p.trainable or (kind == "frees" and self.is_shared()):
             return
         if kind == "doubles":
@@ -695,9 +711,8 @@ class GradStates(_GradientRules, _BackwardRules):
         for p, each in zip(stepped, plain, strict=True):
             each.data = each.data.to(self.dtype)
             each.data.copy_(self.plain(p.value))
-            seen = self.tensor(
-                p
-            ).grad  # an optimizer may divide by it, and turn rounding into a step
+            # an optimizer may divide by it, and turn rounding into a step
+            seen = self.tensor(p).grad
             each.grad = None if seen is None else self.plain(self.read(seen))
         twin.step()
         for p, each in zip(stepped, plain, strict=True):

@@ -27,7 +27,7 @@ one_at_a_time = plans(max_accumulation_steps=1, max_windows=8)
 def plain(run: TrainingRun, *, set_to_none: bool = True) -> None:
     """Forward, backward, step, zero_grad: what every tutorial shows.
 
-    With False as it was before torch 2.0.
+    With False it resets as torch did before 2.0.
     """
     for _ in range(run.epochs):
         for batch in run.loader:

@@ -147,10 +147,8 @@ def stored(
 # JAX's side of activations is `jax.nn`, or `jnp.where` for what it lacks; that of losses is the
 # formula in `jnp`.
 
-SELU_SCALE, SELU_ALPHA = (
-    1.0507009873554805,
-    1.6732632423543772,
-)  # Klambauer et al. 2017, equation 14
+# Klambauer et al. 2017, equation 14
+SELU_SCALE, SELU_ALPHA = (1.0507009873554805, 1.6732632423543772)
 GELU_AT_1 = 0.5 * (1 + erf(1 / sqrt(2))) + exp(-0.5) / sqrt(2 * pi)
 EPS = 1e-5
 TOP, BOTTOM, SAME, MIDDLE = [2.0, 0.0, 2.0], [0.0, 2.0, 0.0], [1.0, 1.0, 1.0], [0.0, 1.0, 1.0, 2.0]

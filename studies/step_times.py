@@ -297,10 +297,8 @@ def foreach_launches(elements: Iterable[int], limits: LaunchLimits = SMALL) -> i
             blocks, chunks = blocks + taken, chunks - taken
             if blocks == limits.blocks or (tensors == limits.tensors and not chunks):
                 launches += 1
-                blocks, tensors = (
-                    0,
-                    1 if chunks else 0,
-                )  # a tensor that is not finished goes into the next launch
+                # a tensor that is not finished goes into the next launch
+                blocks, tensors = (0, 1 if chunks else 0)
     return launches + (blocks > 0)
 
 

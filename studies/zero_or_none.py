@@ -239,9 +239,8 @@ def expected_gradients(law: Law, windows: Sequence[str], mode: ResetMode) -> lis
             present = True
             found.append(full)
         elif law.reads_none_as_zero:
-            found.append(
-                full * [[1], [0]]
-            )  # the first row is a parameter that every window reaches
+            # the first row is a parameter that every window reaches
+            found.append(full * [[1], [0]])
         else:
             found.append(zeros if present and not mode.releases and window != ABSENT else None)
     return found
@@ -382,9 +381,8 @@ def differences(predicted: Sequence[Point], run: Run) -> list[Difference]:
         observed = {PARAMETER: run.thetas[w], **run.states[w]}
         expected = {PARAMETER: theta, **state}
         if not state and "step" in observed and not observed["step"]:
-            observed = {
-                PARAMETER: observed[PARAMETER]
-            }  # Adagrad makes its state before the first step
+            # Adagrad makes its state before the first step
+            observed = {PARAMETER: observed[PARAMETER]}
         found += [
             _difference(w, name, expected.get(name), observed.get(name))
             for name in expected.keys() | observed

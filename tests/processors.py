@@ -1,8 +1,8 @@
 """Run the tests that depend on the processor's arithmetic under each setting of vector width and
 threads.
 
-    python -m tests.processors              # tests/bridge tests/catalogue tests/docs tests/core
-    tests/reference python -m tests.processors tests/docs   # other tests
+    python -m tests.processors              # the folders of `TESTS`
+    python -m tests.processors tests/docs   # other tests
 
 torch and XLA choose their kernels by the processor's vector instructions, and rounding differs
 between kernels. No test may depend on it. Exits with 1 where the tests fail under some setting.

@@ -28,14 +28,18 @@ from gradcheck_suite.auditing.function_calls import (
     statement_of,
 )
 from gradcheck_suite.auditing.jax_opinion import JaxOpinion, ask_jax, kept_calls
-from gradcheck_suite.auditing.judge import ORPHANS, RunJudge
+from gradcheck_suite.auditing.judge import ORPHANS, AuditJudge
 from gradcheck_suite.auditing.mode_changes import ModeChanges
 from gradcheck_suite.auditing.modes import AsBefore
-from gradcheck_suite.auditing.module_calls import ModuleCall, ModuleCalls, without_gradients
+from gradcheck_suite.auditing.module_calls import (
+    WINDOW_AGAIN,
+    ModuleCall,
+    ModuleCalls,
+    without_gradients,
+)
 from gradcheck_suite.auditing.places import Place, live_instances
 from gradcheck_suite.auditing.program_state import preserve_rng
 from gradcheck_suite.auditing.recomputation import (
-    SENTENCES,
     UNEXPLAINED,
     PassInTurn,
     RecomputeRequest,
@@ -48,7 +52,6 @@ from gradcheck_suite.auditing.recomputation import (
 from gradcheck_suite.auditing.recorder import ActivePass, Recorder
 from gradcheck_suite.auditing.replay import StepWindow, near
 from gradcheck_suite.auditing.rules import StepFault
-from gradcheck_suite.auditing.saved_values import Written
 from gradcheck_suite.auditing.schedule import AGAIN, Schedule
 from gradcheck_suite.auditing.standard_error import StandardError
 from gradcheck_suite.auditing.stopping import StoppedOnViolation, Terminated, in_words
@@ -391,7 +394,7 @@ class TorchAudit:
             self._records_calls,
             self._keep_cotangent,
             self._keep_mode,
-            self._forwards_failed,
+            lambda instrument, error: self._recorder.switch_off(instrument, error),
             lambda: self._recorder.steps_seen,
         )
         self._strays = Strays(self._recorder.parameters)
@@ -406,8 +409,8 @@ class TorchAudit:
         self._calls: list[RecordedCall] | str | None = None
         self._opinion: JaxOpinion | None = None
 
-    def _new_judge(self, ranks: int, of: End | None = None) -> RunJudge:
-        return RunJudge(
+    def _new_judge(self, ranks: int, of: End | None = None) -> AuditJudge:
+        return AuditJudge(
             ranks,
             self._dtypes if of is None else of.dtypes,
             given=self.options.accumulation_steps,
@@ -535,7 +538,7 @@ class TorchAudit:
 
     def _judged(
         self, events: Sequence[Sequence[Event]], *, complete: bool, of: End | None = None
-    ) -> RunJudge:
+    ) -> AuditJudge:
         """Judge the events of ranks, of one whose parameters are its own by their names and dtypes
         there.
         """
@@ -618,9 +621,8 @@ class TorchAudit:
     def _pause(self) -> None:
         self._forwards.close()
         unseen = self._outside.close()
-        self._functions -= unseen | {
-            statement_of(kind) for kind in unseen
-        }  # a later window shows them
+        # a later window shows them
+        self._functions -= unseen | {statement_of(kind) for kind in unseen}
         self._running.clear()
         self._recorder.pause()
 
@@ -725,7 +727,7 @@ class TorchAudit:
             self._judge_functions(window)
         if again:
             self._running.clear()
-        self._forwards.forget_draws()
+        self._forwards.forget_calls()
         # a run that ends at its first violation has no later window
         stops = self.options.stop_on_violation
         for violation in self._judge.settled(is_last=stops):
@@ -769,9 +771,6 @@ class TorchAudit:
         recorder = self._recorder
         return recorder.running() if recorder.records and not recorder.muted else None
 
-    def _forwards_failed(self, error: Exception) -> None:
-        self._recorder.switch_off("the window again", error)
-
     @preserve_rng()
     def _recompute(self, window: StepWindow) -> None:
         violation = self._judge.of_last_step()
@@ -779,7 +778,7 @@ class TorchAudit:
         is_edited = window.edit == FREE and violation is None
         if window.edit is not None and not is_edited:
             return
-        if not weights or self._recorder.is_off("the window again"):
+        if not weights or self._recorder.is_off(WINDOW_AGAIN):
             return
         asked, ids = self._asked(window, weights, violation)
         if is_edited:
@@ -904,9 +903,6 @@ class TorchAudit:
     def _judge_draws(self, window: StepWindow) -> None:
         """Judge what modules drew, or read, when a backward called them again."""
         found = self._forwards.repeated.found
-        if found is None and self._forwards.redrawn:
-            sentence = SENTENCES["redrawn again"].format(module=self._forwards.redrawn)
-            found = Written("wrong-backward", sentence)
         if found is not None and window.passes and self._judge.of_last_step() is None:
             last = window.passes[max(window.passes)].site
             causes = () if found.name == "wrong-backward" else ("written",)
@@ -916,7 +912,7 @@ class TorchAudit:
     @preserve_rng()
     def _judge_functions(self, window: StepWindow) -> None:
         """Judge the custom functions that the program calls outside of recorded modules."""
-        if self._recorder.is_off("the window again"):
+        if self._recorder.is_off(WINDOW_AGAIN):
             return
         passes = [self._running[i] for i in window.passes if i in self._running]
         with self._alone():

@@ -46,6 +46,7 @@ STEPS = (0.1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 """Step sizes, relative to the root mean square of the input. Large ones tell smooth functions from rounding ones."""
 MOVING = STEPS.index(1e-3)
 """The step that tells which elements of an output are constant."""
+# float32 has no digits left for the smaller steps
 STEPS_OF = {torch.float64: STEPS, torch.float32: STEPS[: MOVING + 1]}
 LEAST_OF_CALLERS = 0.05
 """The same for one that calls a module or another function: a solver's adjoint may be an approximation."""
@@ -125,12 +126,14 @@ def judge_backward(call: FunctionCall, *, accumulates: bool = True) -> FunctionR
     if accumulates:
         checks.append(_of_memory)
     for further in checks:
-        with contextlib.suppress(Exception):  # it cannot be called in this way
+        # the function is the program's own, and raises what it likes where it cannot be called so
+        with contextlib.suppress(Exception):
             if fault := further(call):
                 return FunctionReport(
                     call.name, fault.words, error=fault.error, called=fault.called
                 )
-    with contextlib.suppress(Exception):  # it takes contiguous gradients alone, and says so
+    # one that takes contiguous gradients alone may say so by any error
+    with contextlib.suppress(Exception):
         if _needs_contiguous(call):
             return FunctionReport(call.name, note=CONTIGUOUS)
     return found
@@ -157,6 +160,7 @@ def _of_forward(call: FunctionCall) -> FunctionReport:
     if refusal := _refusal(call):
         return FunctionReport(name, note=f"its backward was not checked: {refusal}")
     reason = ""
+    # float64 first: many functions that are written in C++ or Triton take float32 alone
     for dtype in STEPS_OF:
         try:
             with FunctionUnderTest.of(call, dtype) as subject:
@@ -164,6 +168,7 @@ def _of_forward(call: FunctionCall) -> FunctionReport:
         except NotRecomputed as reason_of_state:
             return FunctionReport(name, note=f"its backward was not checked: {reason_of_state}")
         except Exception as error:  # whatever somebody's function raises on another dtype
+            # the first one: that in float64 says what the function does not take
             reason = reason or f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
     return FunctionReport(
         name, note=f"its backward was not checked, since it cannot be called by itself ({reason})"
@@ -177,10 +182,13 @@ def _refusal(call: FunctionCall) -> str:
     size = sum(v.numel() for v in call.arguments if isinstance(v, torch.Tensor))
     if size > LARGEST:
         return f"its arguments have {size} elements"
+    # without others, nothing but its arguments can decide what it computes
     if not call.calls_others:
         return ""
     # its backward may compute that again, with the program's own parameters
     found = reached(call.arguments)
+    # a module's tensors are replaced in its dicts; one in a closure stays the program's own, whose
+    # `.grad` the calls would change
     if found.bare:
         return "it takes a function that uses tensors which need a gradient and are no parameters"
     parameters = set[torch.Tensor]()
@@ -232,14 +240,17 @@ class FunctionUnderTest:
         holders: dict[int, dict[str, Any]] = {}
         for module in modules:
             for part in module.modules():
+                # by identity of the dicts: a module that is reached twice is held once
                 holders[id(part._parameters)] = part._parameters
                 holders[id(part._buffers)] = part._buffers
-        own = [
-            (held, name, tensor)
-            for held in holders.values()
-            for name, tensor in held.items()
-            if isinstance(tensor, torch.Tensor)
-        ]
+        own = list[tuple[dict[str, Any], str, torch.Tensor]]()
+        for held in holders.values():
+            own += [
+                (held, name, tensor)
+                for name, tensor in held.items()
+                if isinstance(tensor, torch.Tensor)
+            ]
+        # by identity, so that a tied parameter stays tied
         copies = {
             id(tensor): _to(tensor, dtype).clone().requires_grad_(tensor.requires_grad)
             for _, _, tensor in own
@@ -250,6 +261,7 @@ class FunctionUnderTest:
         base = [_to(value, dtype) for value in call.arguments]
         tensors = [(held, name, copies[id(tensor)]) for held, name, tensor in own]
         values = [v for v in call.arguments if not isinstance(v, torch.Tensor)]
+        # the function may write to what the program reads next, such as a counter or a cache
         with unchanged(call.kind, values=[*values, *of_operator(call.kind)]):
             try:
                 yield FunctionUnderTest(call, base, wanted, tensors)
@@ -286,6 +298,7 @@ class FunctionUnderTest:
 
     def applied(self, given: Sequence[Any], *, grad: bool) -> list[torch.Tensor]:
         """Return the floating-point outputs of the function."""
+        # the same numbers at each call, so that a random forward, such as dropout, is one function
         self.call.random.set()
         with torch.set_grad_enabled(grad):
             found = self.call.kind.apply(*given)
@@ -308,6 +321,7 @@ def _judged(subject: FunctionUnderTest, dtype: torch.dtype) -> FunctionReport:
     base = subject.base
     name = subject.call.name
     generator = torch.Generator().manual_seed(0)
+    # not timed: the first call may compile a kernel
     first = subject.outputs(base)
     began = time.perf_counter()
     second = subject.outputs(base)
@@ -325,6 +339,7 @@ def _judged(subject: FunctionUnderTest, dtype: torch.dtype) -> FunctionReport:
         return FunctionReport(name, note=note)
     moved = subject.moved(generator)
     outputs = subject.outputs(moved)
+    # beside a recorded argument a logarithm or a root may have no value
     if not all(torch.isfinite(output).all() for output in outputs):
         moved = base
     elif dtype == torch.float64 and all(
@@ -334,6 +349,7 @@ def _judged(subject: FunctionUnderTest, dtype: torch.dtype) -> FunctionReport:
     verdicts = [
         _of_argument(subject, moved, index, STEPS_OF[dtype], generator) for index in subject.wanted
     ]
+    # a fault of one argument is told before a note on another
     return next(
         (v for v in verdicts if v.fault),
         next((v for v in verdicts if v.note), FunctionReport(name)),
@@ -348,6 +364,7 @@ def _direction(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     draws = (
         torch.randn(value.shape, generator=generator, dtype=torch.float64).clamp(-2, 2).to(value)
     )
+    # such as a variance or a probability, of which the function may take a logarithm
     if bool((value > 0).all()):
         return draws * value
     size = float(value.double().square().mean().sqrt()) or 1.0
@@ -669,6 +686,7 @@ def _cotangent(
     if as_arrived:
         return torch.zeros_like(output) if came is None else came.values.to(output)
     draws = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
+    # another shape than in the program: there is no layout to follow
     if came is None or came.values.shape != draws.shape:
         return draws
     try:
@@ -767,6 +785,7 @@ def _of_own_dtype(call: FunctionCall) -> BackwardFault | None:
     moved by one unit roundoff.
     """
     unit = _unit(call.arguments)
+    # in float64 it was judged already
     if unit <= UNIT_ROUNDOFF["float64"] or not any(map(_is_real, call.arguments)):
         return None
     generator = torch.Generator().manual_seed(1)
@@ -798,6 +817,7 @@ def _of_own_dtype(call: FunctionCall) -> BackwardFault | None:
             [c.double() for c in cotangents],
             seed=0,
         )
+    # the forward itself is another one in float64, so its derivative is no measure
     if not _are_close(here.outputs, exact.outputs, least):
         return None
     for index in here.found.keys() & exact.found.keys():
@@ -823,6 +843,7 @@ def _needs_contiguous(call: FunctionCall) -> bool:
         if not any(output.dim() > 1 for output in outputs):
             return False
         rows = [torch.randn(o.shape, generator=generator).to(o) for o in outputs]
+        # the same values, laid out by columns
         columns = [c.mT.contiguous().mT if c.dim() > 1 else c for c in rows]
         one = _gradients(subject, subject.base, rows, seed=0).found
         other = _gradients(subject, subject.base, columns, seed=0).found
@@ -842,6 +863,7 @@ def _of_program(call: FunctionCall) -> BackwardFault | None:
         cotangents = [
             None if came is None else _laid(came.values, came) for came in subject.arrived
         ]
+        # two seeds tell a backward that draws random numbers
         one, other = (_gradients(subject, subject.base, cotangents, seed=seed) for seed in (0, 1))
         then = [call.outputs[i] for i in subject.places]
     least = max(LEAST, ROUNDINGS * _unit(call.arguments))
@@ -896,6 +918,7 @@ def _of_memory(call: FunctionCall) -> BackwardFault | None:
             live = [(o, c) for o, c in zip(made, cotangents, strict=True) if o.requires_grad]
             torch.manual_seed(0)
             torch.autograd.backward([o for o, _ in live], [c for _, c in live])
+    # only a leaf's `.grad` is added to in place
     for index in call.leaves & expected.keys():
         summed = leaves[index].grad
         size = _size(expected[index])
@@ -922,6 +945,7 @@ def _of_second(call: FunctionCall) -> BackwardFault | None:
         point = subject.moved(generator)
         ratios = [_second_along(subject, point, generator) for _ in range(DIRECTIONS)]
     found = [one for one in ratios if one is not None]
+    # one direction may lie across a kink by chance
     if len(found) < 2:
         return None
     return BackwardFault(
@@ -966,6 +990,7 @@ def _second_along(
     right = quotients[-1]
     off = abs(got - right)
     size = max(abs(got), abs(right), math.hypot(*(float(term.norm()) for term in terms)))
+    # negated, so that a NaN is no fault
     if not off > max(LEAST * size, STABLE * max(abs(one - right) for one in quotients)):
         return None
     return got / right if right else math.inf

@@ -79,9 +79,8 @@ class PassRecord:
     arrivals: dict[int, str] = field(default_factory=dict)
     was: dict[int, Raw] = field(default_factory=dict)
     now: dict[int, Raw] = field(default_factory=dict)
-    shards: dict[int, float] = field(
-        default_factory=dict
-    )  # FSDP reduces into these, which no hook sees
+    # FSDP reduces into these, which no hook sees
+    shards: dict[int, float] = field(default_factory=dict)
     points: dict[int, int] = field(default_factory=dict)
     hooked: dict[int, bool] = field(default_factory=dict)
     again: set[int] = field(default_factory=set)
@@ -223,7 +222,9 @@ def copy_to_host(events: Sequence[Event]) -> None:
     # a run of JAX alone has arrays only, and never imports torch
     from gradcheck_suite.auditing import samples
 
-    places = [(column, key) for column in columns for key, raw in column.items() if raw is not None]
+    places = list[tuple[Column, int]]()
+    for column in columns:
+        places += [(column, key) for key, raw in column.items() if raw is not None]
     for (column, key), value in zip(
         places, samples.read_samples([column[key] for column, key in places]), strict=True
     ):

@@ -47,6 +47,7 @@ class Discards:
         """Return them with one more window, which may have lost none."""
         if not lost and not self.windows:
             return self
+        # the first one sets the number that the others are held to
         is_steady = self.is_steady and lost == (self.lost or lost)
         return Discards(lost or self.lost, self.windows + bool(lost), is_steady)
 
@@ -115,6 +116,7 @@ class WindowEvidence:
         # NaN is sorted behind all numbers; `np.nanmedian` takes ten times as long
         ordered = np.sort(self.coefficients, axis=0)
         columns = np.arange(len(numbers))
+        # of an even number the two in the middle, of an odd one the same twice
         lower = ordered[np.maximum(numbers - 1, 0) // 2, columns]
         upper = ordered[np.minimum(numbers // 2, len(ordered) - 1), columns]
         return np.where(numbers > 0, (lower + upper) / 2, 0.0)
@@ -134,6 +136,8 @@ class WindowEvidence:
     @cached_property
     def own(self) -> Columns:
         """The passes that the window must have."""
+        # where another optimizer has stepped on some, a pass that is not in the sum may be meant
+        # for it alone
         return columns_where(self._rest & ~self.seen & (self.in_sum | (not self.seen.any())))
 
     @cached_property
@@ -181,6 +185,7 @@ class WindowEvidence:
     def stale(self) -> Sequence[int]:
         """Parameters in whose `.grad` passes of earlier windows stand."""
         window = self.window
+        # parameters of one history share an object: it is asked once, and found again by identity
         found = {id(one) for one in self.sums if _has_earlier(window, one)}
         if not found:
             return []
@@ -217,6 +222,7 @@ class WindowEvidence:
         last = self.required[-1] if other is None else other
         here = self.record(column).points
         there = self.record(last).points
+        # a parameter that was frozen in one of them has no checksum there
         both = [k for k in self.window.keys if k in here and k in there]
         return any(here[k] != there[k] for k in both)
 
@@ -283,6 +289,7 @@ def evidence_of(window: StepWindow) -> WindowEvidence:
     largest = np.full(shape[1:], np.nan)
     values = _values(window.coefficients, indices, ranks)
     for rank in range(ranks):
+        # not `>`: that is False beside the NaN with which the maximum begins
         larger = told[rank] & ~(np.abs(values[rank]) <= np.abs(largest))
         largest = np.where(larger, values[rank], largest)
     return WindowEvidence(
@@ -298,6 +305,7 @@ def evidence_of(window: StepWindow) -> WindowEvidence:
 
 def _arrived(arrivals: Mapping[int, str], keys: Sequence[int]) -> Mask:
     """Return (keys,), at which of the parameters something has arrived."""
+    # the usual case, in which each pass reaches every parameter, takes one comparison of sets
     if len(arrivals) >= len(keys) and arrivals.keys() >= {*keys}:
         return np.ones(len(keys), bool)
     return np.array([key in arrivals for key in keys], bool)

@@ -51,6 +51,7 @@ class Laid:
     @staticmethod
     def of(gradient: Any) -> Laid | None:
         """Return a copy; None for what is no plain tensor."""
+        # a sparse gradient has no strides
         if not isinstance(gradient, torch.Tensor) or gradient.layout != torch.strided:
             return None
         return Laid(gradient.detach().clone(), gradient.stride())
@@ -185,6 +186,8 @@ def call_signature(arguments: Sequence[Any]) -> Signature:
             found.append(
                 (value.shape, value.stride(), value.dtype, value.device, value.requires_grad)
             )
+        # a number or a string may choose a branch, so its value counts; of anything else only its
+        # type does
         elif isinstance(value, PLAIN):
             found.append((type(value), value))
         else:
@@ -222,9 +225,8 @@ def _captured(kind: type) -> list[Any] | None:
         function = inspect.unwrap(getattr(value, "__func__", value))
         if isinstance(function, types.FunctionType):
             for cell in function.__closure__ or ():
-                with contextlib.suppress(
-                    ValueError
-                ):  # the class's own name, which is bound when it is made
+                # the class's own name, which is bound when it is made
+                with contextlib.suppress(ValueError):
                     found.append(cell.cell_contents)
             found += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         elif name not in _BARE:
@@ -258,9 +260,11 @@ def reached(values: Iterable[Any]) -> Reached:
     waiting = [value for value in values if not isinstance(value, torch.Tensor)]
     while waiting and len(seen) < MOST_REACHED:
         value = waiting.pop()
+        # a class leads to everything in its module
         if id(value) in seen or isinstance(value, (*PLAIN, type)):
             continue
         seen.add(id(value))
+        # not looked into: its parameters are those of the module
         if isinstance(value, torch.nn.Module):
             found.modules.append(value)
         elif isinstance(value, torch.Tensor):
@@ -282,11 +286,13 @@ def _below(value: Any) -> Iterable[Any]:
         return (value.func, *value.args, *value.keywords.values())
     if not isinstance(value, types.FunctionType):
         inside = getattr(value, "__dict__", None)
+        # an object with a `__dict__` of another kind may compute something at each access
         return inside.values() if type(inside) is dict else ()
     found = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     for cell in value.__closure__ or ():
         with contextlib.suppress(ValueError):
             found.append(cell.cell_contents)
+    # a library's function may name half of the library among its globals
     if is_users(value.__code__.co_filename):
         names = names_in_code(value.__code__) & value.__globals__.keys()
         found += [value.__globals__[name] for name in names]
@@ -298,12 +304,14 @@ def _bound(arguments: Sequence[Any]) -> list[Bound]:
         id(value): index for index, value in enumerate(arguments) if isinstance(value, torch.Tensor)
     }
     parts = chain.from_iterable(module.modules() for module in reached(arguments).modules)
-    return [
-        Bound(part._parameters, name, places[id(parameter)])
-        for part in parts
-        for name, parameter in part._parameters.items()
-        if id(parameter) in places
-    ]
+    found = list[Bound]()
+    for part in parts:
+        found += [
+            Bound(part._parameters, name, places[id(parameter)])
+            for name, parameter in part._parameters.items()
+            if id(parameter) in places
+        ]
+    return found
 
 
 # Recording
@@ -342,6 +350,7 @@ def _written(context: Any) -> list[int]:
     call: FunctionCall | None = getattr(context, _MARK, None)
     if call is None or call.backward is not None or not call.is_copied:
         return []
+    # by where they lie: a saved tensor is another object than the argument
     saved = {one.data_ptr(): one for one in saved_tensors(context, "tensors") if is_plain(one)}
     found = list[int]()
     with Apart(), torch.no_grad():
@@ -367,13 +376,26 @@ class FunctionCallRecorder:
     Attributes:
         calls: those that were recorded, by their keys and signatures.
         differentiated: the classes of which a further pass goes through what `backward` gives.
+        failed: the classes of which a call could not be recorded, and the error.
     """
 
     def __init__(self, known: Set[FunctionKey]) -> None:
         self.calls: dict[FunctionKey, dict[Signature, FunctionCall]] = {}
         self.known: Set[FunctionKey] = known
         self.differentiated = set[type]()
+        self.failed = dict[Any, str]()
         self._last: FunctionCall | None = None
+
+    def _try(self, kind: Any, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what recording gives; None where it fails, which is kept to be said.
+
+        Nothing is raised into the program.
+        """
+        try:
+            return work(*arguments)
+        except Exception as error:
+            self.failed.setdefault(kind, f"{type(error).__name__}: {error}")
+            return None
 
     @contextlib.contextmanager
     def watching(self, kind: Any, key: FunctionKey, *, by_itself: bool = True) -> Iterator[None]:
@@ -381,34 +403,26 @@ class FunctionCallRecorder:
 
         def forward_of(forward: Forward, first: int) -> Forward:
             def recorded(*arguments: Any) -> Any:
-                call = None
+                call: FunctionCall | None = None
                 if not torch.compiler.is_compiling():
-                    with contextlib.suppress(Exception):  # nothing is raised into the program
-                        call = self._begin(
-                            kind,
-                            key,
-                            arguments[first:],
-                            by_itself=by_itself,
-                        )
+                    begin = functools.partial(self._begin, by_itself=by_itself)
+                    call = self._try(kind, begin, kind, key, arguments[first:])
                 output = forward(*arguments)
                 if call is not None:
                     context = arguments[0] if first else None
-                    with contextlib.suppress(Exception), Apart():
-                        self._end(call, context, arguments[first:], output)
+                    self._try(kind, self._end, call, context, arguments[first:], output)
                 return output
 
             return recorded
 
         def backward_of(backward: Callable[..., Any]) -> Callable[..., Any]:
             def recorded(context: Any, *gradients: Any) -> Any:
-                written = list[int]()
-                if not torch.compiler.is_compiling():
-                    with contextlib.suppress(Exception):
-                        written = _written(context)
+                if torch.compiler.is_compiling():
+                    return backward(context, *gradients)
+                written = self._try(kind, _written, context) or []
                 found = backward(context, *gradients)
-                if not torch.compiler.is_compiling():
-                    with contextlib.suppress(Exception):
-                        self._note_backward(kind, context, gradients, found, written)
+                note = self._note_backward
+                self._try(kind, note, kind, context, gradients, found, written)
                 return found
 
             return recorded
@@ -418,13 +432,14 @@ class FunctionCallRecorder:
                 compiles = torch.compiler.is_compiling()
                 if not compiles and (call := self._last) is not None and call.kind is kind:
                     self._last = None
-                    with contextlib.suppress(Exception):
-                        setattr(context, _MARK, call)
+                    self._try(kind, setattr, context, _MARK, call)
                 return setup(context, inputs, output)
 
             return recorded
 
         function = torch.autograd.Function
+        # a class has the one or the other, and torch refuses both:
+        # https://pytorch.org/docs/stable/generated/torch.autograd.Function.vjp.html
         way = "backward" if kind.vjp is function.vjp else "vjp"
         with contextlib.ExitStack() as stack:
             stack.enter_context(replaced_forwards([(kind, forward_of)]))
@@ -443,16 +458,19 @@ class FunctionCallRecorder:
         # ranks whose batches differ in shape would wait for each other's collectives
         if not is_first and waits_for_ranks():
             return None
+        # under `torch.func` the arguments are wrappers, which hold no values outside of it
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return None
+        # a class is judged again once a gradient penalty goes through it
         signature = (kind in self.differentiated, *call_signature(arguments))
         if signature in of_class or (key, signature) in self.known:
             return None
         size = sum(value.numel() for value in arguments if isinstance(value, torch.Tensor))
+        # the first call of a class is worth a large copy, the further ones are not
         if not is_first and size > LARGEST_FURTHER:
             return None
         with Apart():
-            # a large call is not judged: no copy is made of it
+            # a call beyond `LARGEST` is not judged, so nothing of it is copied
             small = size <= LARGEST
             given = [_copy(value) if small else value for value in arguments]
             call = FunctionCall(
@@ -469,6 +487,13 @@ class FunctionCallRecorder:
         return call
 
     def _end(self, call: FunctionCall, context: Any, arguments: Sequence[Any], output: Any) -> None:
+        with Apart():
+            self._end_apart(call, context, arguments, output)
+
+    def _end_apart(
+        self, call: FunctionCall, context: Any, arguments: Sequence[Any], output: Any
+    ) -> None:
+        # a forward with a context of its own; without, `setup_context` gets the context later
         if context is not None:
             setattr(context, _MARK, call)
             dirty = getattr(context, "dirty_tensors", None) or ()
@@ -501,6 +526,7 @@ class FunctionCallRecorder:
         written: list[int],
     ) -> None:
         returned = found if isinstance(found, tuple) else (found,)
+        # with `create_graph` a backward has gradients enabled, and what it gives has a graph
         if torch.is_grad_enabled() and kind not in self.differentiated:
             for gradient in returned:
                 # no hook is left on a tensor of the program's own that it may give
@@ -520,7 +546,9 @@ class FunctionCallRecorder:
 
 @contextlib.contextmanager
 def first_calls(
-    kinds: Set[type], known: Set[FunctionKey] = frozenset()
+    kinds: Set[type],
+    known: Set[FunctionKey] = frozenset(),
+    failed: dict[Any, str] | None = None,
 ) -> Iterator[dict[FunctionKey, dict[Signature, FunctionCall]]]:
     """Record the first call of each kind of each class while this is open.
 
@@ -530,8 +558,11 @@ def first_calls(
     Args:
         kinds: the classes.
         known: the kinds of calls that are known already.
+        failed: to which classes are added of which a call could not be recorded, with the error.
     """
     recorder = FunctionCallRecorder(known)
+    if failed is not None:
+        recorder.failed = failed
     statements = {statement_of(kind): _captured(kind) for kind in kinds}
     with contextlib.ExitStack() as stack:
 
@@ -560,6 +591,7 @@ def _each_new_function(tell: Callable[[type], None]) -> Iterator[None]:
     try:
         yield
     finally:
+        # torch's class has no method of this name of its own, so the inherited one stands again
         del function.__init_subclass__
 
 
@@ -594,6 +626,11 @@ class CallsOfProgram:
                 self._hoped.add(kind)
             self._stacks[kind] = contextlib.ExitStack()
             self._stacks[kind].enter_context(self._recorder.watching(kind, kind))
+
+    @property
+    def failed(self) -> Mapping[Any, str]:
+        """The classes of which a call could not be recorded, and the error."""
+        return self._recorder.failed
 
     @property
     def has_calls(self) -> bool:

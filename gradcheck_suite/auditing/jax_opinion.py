@@ -3,8 +3,8 @@
 The calls of small models are copied when their window is computed again, and JAX is asked when the
 run is over: training goes on undisturbed, and JAX is not imported before. The gradients that
 reached a module's outputs are recorded, so the sum of their products with the outputs is a loss
-whose gradient both frameworks compute. Custom functions keep their own backward there: they are
-judged above.
+whose gradient both frameworks compute. Custom functions keep their own backward there:
+`custom_functions` judges it.
 """
 
 from __future__ import annotations
@@ -102,6 +102,7 @@ def kept_calls(parts: Sequence[RecordedCall]) -> list[RecordedCall] | str:
                 f"the model has {size:,} parameters, and JAX computes only models of at most"
                 f" {MOST_PARAMETERS:,}"
             )
+        # one copy for all calls of a module
         if id(forward.module) not in copies:
             try:
                 # JAX is asked when the run is over, and the parameters have moved by then
@@ -112,11 +113,8 @@ def kept_calls(parts: Sequence[RecordedCall]) -> list[RecordedCall] | str:
             forward,
             module=copies[id(forward.module)],
             arguments=[_float64(value) for value in forward.arguments],
-            autocast=(
-                forward.autocast[0],
-                forward.autocast[1],
-                False,
-            ),  # it would cast float64 down
+            # it would cast float64 down
+            autocast=(forward.autocast[0], forward.autocast[1], False),
         )
         kept.append(
             RecordedCall(wide, {i: _float64(g) for i, g in part.cotangents.items()}, part.index)
@@ -211,6 +209,7 @@ def _by_jax(call: RecordedCall, functions: frozenset[type]) -> tuple[dict[str, t
 
     model = call.forward.module
     structure = call.forward.structure
+    # as the modules were at the call, and not as they were when they were copied
     for part, training in zip(model.modules(), call.forward.modes, strict=True):
         part.training = training
     positional, keywords = pytree.tree_unflatten(call.forward.arguments, structure)

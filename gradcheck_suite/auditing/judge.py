@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import chain, pairwise
+from itertools import chain, pairwise, product
 from typing import TypeVar
 
 import numpy as np
@@ -154,7 +154,7 @@ def _ranks_of(found: Sequence[Iterable[T]]) -> dict[T, list[int]]:
     return ranks
 
 
-def _on(ranks: Sequence[int], of_ranks: Sequence[RunJudge], sentence: str) -> str:
+def _on(ranks: Sequence[int], of_ranks: Sequence[AuditJudge], sentence: str) -> str:
     """Return a sentence with the ranks of which it is true, where that is not said of all of them."""
     if len(ranks) == len(of_ranks):
         return sentence
@@ -164,7 +164,7 @@ def _on(ranks: Sequence[int], of_ranks: Sequence[RunJudge], sentence: str) -> st
 # The run.
 
 
-class RunJudge:
+class AuditJudge:
     """Takes the events of a run, one of each rank at a time, and judges it.
 
     Args:
@@ -375,7 +375,7 @@ class RunJudge:
         """Add what another instrument found worth knowing."""
         self._notes[one] += 1
 
-    def take_over(self, of_ranks: Sequence[RunJudge]) -> None:
+    def take_over(self, of_ranks: Sequence[AuditJudge]) -> None:
         """Take over what the judges of ranks that train by themselves have found: what all have
         alike is said once.
 
@@ -546,7 +546,10 @@ class RunJudge:
         required = evidence.required or range(len(evidence.indices))
         if not required or not evidence.in_sum[list(required)].all():
             return
-        number = len(required)
+        # a pass that brings exactly 0, as of a saturated loss, is a micro-batch like the others
+        sites = evidence.places(required)
+        zero = [j for j in columns_where(evidence.null) if evidence.pass_of(j).site in sites]
+        number = len({*required, *zero})
         lengths = self._lengths[optimizer]
         grows = number >= max(lengths, default=0) and self._grown.get(optimizer, 1)
         self._grown[optimizer] = number if grows else 0
@@ -759,7 +762,7 @@ class RunJudge:
         consumer.
         """
         own = [i for i, seen in window.passes.items() if not window.seen[i] and not seen.by_hand]
-        return {(rank, i): 1.0 for i in own for rank in range(self._ranks)}
+        return {(rank, i): 1.0 for i, rank in product(own, range(self._ranks))}
 
     def _read(self, window: StepWindow, used: Mapping[Source, float]) -> None:
         pending = self._pending[window.optimizer]
@@ -786,7 +789,7 @@ class RunJudge:
         # what a GradScaler takes out again, before the step or inside of it, is no part of the
         # weights
         scale = window.step.scale or 1.0
-        left = window.left if self._judges_sums and window.factor is not None else 1.0
+        left = self._left_of(window)
         factors = [1.0] if abs(left - 1) < 1e-3 else [left, 1.0]
         if self._judges_sums and window.divided is not None:
             factors = [window.divided]  # what is clipping is known, and is no part of the weights
@@ -803,6 +806,16 @@ class RunJudge:
             factors[0],
         )
 
+    def _left_of(self, window: StepWindow) -> float:
+        """Return by what `.grad` was multiplied after the last pass, beside what a GradScaler takes
+        out; 1 where that is not known.
+        """
+        if not self._judges_sums:
+            return 1.0
+        if window.factor is None and window.factor_of_most:
+            window = replace(window, factor=window.factor_of_most)
+        return window.left if window.factor is not None else 1.0
+
     def _is_sum(self, made: Sequence[WindowReadings]) -> bool:
         """Return whether gradients that are put together by hand are sums over the micro-batches of
         a window.
@@ -815,10 +828,9 @@ class RunJudge:
         if not all(map(len, shares)):
             return False
         first = shares[0]
-        places = {one.window.passes[i].site for one in made for _, i in one.coefficients}
-        running = first[-1] * np.arange(
-            len(first), 0, -1
-        )  # what stands in `.grad` is added up after each pass
+        places = set[Place]().union(*(one.places for one in made))
+        # what stands in `.grad` is added up after each pass
+        running = first[-1] * np.arange(len(first), 0, -1)
         known = near(float(first.sum()), 1.0, 1e-2) or np.allclose(first, running, rtol=1e-2)
         are_shares = len(first) > FEWEST_SHARES and len(places) == 1 and known
         if are_shares and all(
@@ -850,7 +862,8 @@ class RunJudge:
         found: dict[int, str] = {}
         for site, reached in by_site.items():
             sets = Counter(reached.values())
-            are_tasks = len(sets) > 1 and not any(one < other for one in sets for other in sets)
+            has_part = any(one < other for one, other in product(sets, sets))
+            are_tasks = len(sets) > 1 and not has_part
             if sets != self._tasks.setdefault((window.optimizer, site), sets):
                 self._tasks[window.optimizer, site] = Counter()
             elif are_tasks:

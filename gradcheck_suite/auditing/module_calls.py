@@ -13,8 +13,7 @@ import functools
 import io
 import warnings
 import weakref
-import zlib
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -58,6 +57,9 @@ LAZY = "a lazy module of the model has made its parameters in a call of it"
 LENT = "the model is called with other tensors than its parameters at {}"
 OF_PYTHON = "the model returns a {}, which computes in Python"
 """Why a call cannot be computed again."""
+WINDOW_AGAIN = "the window again"
+READ = "what a backward reads and calls again"
+"""Names of instruments."""
 INPUTS = "inputs"
 PARAMETERS = "parameters"
 STATE = "state"
@@ -357,16 +359,13 @@ class ModuleCalls:
             gradient that reached it.
         ran: called with the id of a module, its mode, and the gradient that has reached an output
             of such a call.
-        failed: called with an error of the suite's own.
+        failed: called with the name of an instrument and an error of the suite's own.
         steps: returns how many steps the run has made.
 
     Attributes:
         keeps: what is kept of a call as it was, since a call did not give the same again without:
             `INPUTS`, `PARAMETERS`, `STATE`.
         functions: classes of custom functions in the graphs of recorded calls.
-        redrawn: the class of a module that was called once more inside of a backward of this
-            window, for a gradient of its own, and drew other random numbers than before; else
-            empty.
         repeated: the calls of this window, by which those of its backward are known to be the same.
     """
 
@@ -375,18 +374,14 @@ class ModuleCalls:
         wanted: Callable[[], bool | None],
         receive: Callable[[ModuleCall, int, torch.Tensor], None],
         ran: Callable[[int, bool, torch.Tensor], None],
-        failed: Callable[[Exception], None],
+        failed: Callable[[str, Exception], None],
         steps: Callable[[], int],
     ) -> None:
         self._steps = steps
         self.keeps: set[str] = set()
         self.functions: set[type] = set()
         self._looked_at: set[tuple[int, bool]] = set()
-        self.redrawn = ""
         self.repeated = RepeatedCalls()
-        self._entered = dict[int, int]()
-        self._drawn: defaultdict[int, set[int]] = defaultdict(set)
-        self._at_begin = 0
         self._is_full = False
         self._kept_at: tuple[int, Point] | None = None
         self._last_kept: weakref.ref[CallInputs] | None = None
@@ -397,6 +392,8 @@ class ModuleCalls:
         self._surrounding: torch.nn.Module | None = None
         self._outermost: torch.nn.Module | None = None
         self._below_outermost = list[Any]()
+        self._modes: list[Any] = []
+        self._off = set[str]()
         self._begun: tuple[Given, Callable[..., ModuleCall]] | None = None
         self._handles: list[Any] = []
 
@@ -429,18 +426,7 @@ class ModuleCalls:
         in_full = self._wanted() if self._surrounding is None else self._is_full
         self._is_full = in_full is True
         if self._is_full:
-            with contextlib.suppress(Exception):  # nothing is raised into the program
-                self._entered[id(module)] = _random_mark()
-            in_backward = torch._C._current_graph_task_id() != -1
-            with contextlib.suppress(Exception), Apart():
-                if not in_backward:
-                    self.repeated.begin(module, arguments)
-                elif torch.is_grad_enabled():
-                    self.repeated.enter(module, arguments)
-            if self._outermost is None and _is_in_program():
-                self._outermost = module
-                with contextlib.suppress(Exception), Apart():
-                    self._below_outermost = _nodes_of(pytree.tree_leaves(arguments))
+            self._try(READ, self._note_begin, module, arguments)
         if in_full is None or self._surrounding not in (None, module):
             return
         # their inner module is recorded instead: to call them again would start a collective
@@ -457,13 +443,36 @@ class ModuleCalls:
         if not in_full:
             self._surrounding = module
             return
+        self._try(WINDOW_AGAIN, self._begin, module, arguments)
+
+    def _try(self, instrument: str, work: Callable[..., None], *arguments: Any) -> None:
+        """Let an instrument work, which no mode of the program sees and which raises nothing into it.
+
+        One that has failed is off from then on, and it is said.
+        """
+        if instrument in self._off:
+            return
         try:
             with Apart() as apart:
-                self._begin(module, arguments, apart.modes)
+                self._modes = apart.modes
+                work(*arguments)
         except Exception as error:
-            self._failed(error)
+            self._off.add(instrument)
+            self._failed(instrument, error)
 
-    def _begin(self, module: torch.nn.Module, arguments: tuple[Any, ...], modes: list[Any]) -> None:
+    def _note_begin(self, module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
+        """Note what tells, when a call begins, whether a backward repeats it and reads what it saved."""
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return
+        if torch._C._current_graph_task_id() == -1:
+            self.repeated.begin(module, arguments)
+        elif torch.is_grad_enabled():
+            self.repeated.enter(module, arguments)
+        if self._outermost is None and _is_in_program():
+            self._outermost = module
+            self._below_outermost = _nodes_of(pytree.tree_leaves(arguments))
+
+    def _begin(self, module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
         parameters = list(module.parameters())
         if not any(p.requires_grad for p in parameters) or not all(map(has_values, parameters)):
             return
@@ -476,7 +485,7 @@ class ModuleCalls:
             trained=tuple(p.requires_grad for p in parameters),
             autocast=_autocast(module),
             kept=self._kept_of(module),
-            on=modes,
+            on=self._modes,
             refusal=LAZY if any(map(is_lazy, parameters)) else "",
             steps=self._steps(),
         )
@@ -506,52 +515,45 @@ class ModuleCalls:
     ) -> None:
         if torch.compiler.is_compiling():
             return
-        if (before := self._entered.pop(id(module), None)) is not None:
-            with contextlib.suppress(Exception):
-                self._note_draws(module, before, output)
-            with contextlib.suppress(Exception), Apart():
-                self._note_outcome(module, (arguments, keywords), output)
-        if module is self._outermost:
-            self._outermost = None
-            below = self._below_outermost
-            self._below_outermost = []
-            # a tensor of a class of its own may have no memory
-            with contextlib.suppress(Exception), Apart():
-                below += _nodes_of(pytree.tree_leaves(keywords))
-                inputs = pytree.tree_leaves((arguments, keywords))
-                note_call(module, inputs, differentiable(output), below)
+        if self._is_full:
+            self._try(READ, self._note_end, module, arguments, keywords, output)
         if module is not self._surrounding:
             return
         begun = self._begun
         self._surrounding = self._begun = None
-        try:
-            with Apart():
-                if begun is not None:
-                    given, made = begun
-                    self._record(module, made, given, keywords, output)
-                else:
-                    for tensor in filter(has_values, differentiable(output)):
-                        tensor.register_hook(self._hook(self._ran, id(module), module.training))
-        except Exception as error:
-            self._failed(error)
+        self._try(WINDOW_AGAIN, self._end, module, begun, keywords, output)
 
-    def _note_draws(self, module: torch.nn.Module, before: int, output: Any) -> None:
-        """Note with which random numbers a module was called.
+    def _note_end(
+        self,
+        module: torch.nn.Module,
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+        output: Any,
+    ) -> None:
+        """Note what a call has given and saved."""
+        self._note_outcome(module, (arguments, keywords), output)
+        if module is not self._outermost:
+            return
+        self._outermost = None
+        below = [*self._below_outermost, *_nodes_of(pytree.tree_leaves(keywords))]
+        self._below_outermost = []
+        inputs = pytree.tree_leaves((arguments, keywords))
+        note_call(module, inputs, differentiable(output), below)
 
-        What a backward calls once more for a gradient, as a checkpoint of any form does, must draw
-        what it drew in the forward. A backward that draws without a gradient does so on purpose.
-        """
-        drew = _random_mark() not in (0, before)
-        if not before:
+    def _end(
+        self,
+        module: torch.nn.Module,
+        begun: tuple[Given, Callable[..., ModuleCall]] | None,
+        keywords: dict[str, Any],
+        output: Any,
+    ) -> None:
+        """Record a call that has returned, or listen for what its outputs receive."""
+        if begun is not None:
+            given, made = begun
+            self._record(module, made, given, keywords, output)
             return
-        if torch._C._current_graph_task_id() == -1:
-            self._drawn[id(module)].add(before)
-            return
-        known = self._drawn.get(id(module), {before})
-        # what comes before it in the backward has drawn where the state is not that of its begin
-        drew |= before != self._at_begin
-        if drew and before not in known and torch.is_grad_enabled() and differentiable(output):
-            self.redrawn = self.redrawn or type(module).__name__
+        for tensor in filter(has_values, differentiable(output)):
+            tensor.register_hook(self._hook(self._ran, id(module), module.training))
 
     def _note_outcome(self, module: torch.nn.Module, given: Any, output: Any) -> None:
         """Note what a call of a module gives, and compare it where a backward calls it for a
@@ -567,14 +569,10 @@ class ModuleCalls:
     def pass_begins(self) -> None:
         """Note from which random numbers a backward pass may draw."""
         if torch._C._current_graph_task_id() == -1:
-            self.repeated.pass_begins()
-            with contextlib.suppress(Exception):
-                self._at_begin = _random_mark()
+            self._try(READ, self.repeated.pass_begins)
 
-    def forget_draws(self) -> None:
-        """Forget the random numbers of a window that is over."""
-        self._drawn.clear()
-        self.redrawn = ""
+    def forget_calls(self) -> None:
+        """Forget the calls of a window that is over."""
         self.repeated.forget()
         self._outermost = None  # of a call that has raised
 
@@ -592,7 +590,7 @@ class ModuleCalls:
                 with Apart():
                     told(*about, cotangent.detach())
             except Exception as error:
-                self._failed(error)
+                self._failed(WINDOW_AGAIN, error)
 
         return hook
 
@@ -732,8 +730,6 @@ class ReplayOptions:
         forward_only: whether no gradient is computed.
         marked: whether what each module returns is noted.
         own_parameters: whether the parameters are the program's own, and no copies.
-        as_drawn: whether a module that is called again inside of the backward draws from Python's and
-            numpy's random numbers as in the forward, which no checkpoint puts back.
         as_it_was_at_backward: whether what the program has written to parameters and arguments
             between a call and its backward is written here, too.
         opened: whether checkpoints compute nothing again, and keep what the forward has computed.
@@ -748,7 +744,6 @@ class ReplayOptions:
     forward_only: bool = False
     marked: bool = False
     own_parameters: bool = False
-    as_drawn: bool = False
     as_it_was_at_backward: bool = False
     opened: bool = False
     unhooked: bool = False
@@ -764,10 +759,6 @@ class ReplayResult:
             ones.
         functions: classes of custom `torch.autograd.Function`s on the way.
         random: whether random numbers were drawn.
-        redrawn: whether a module that ran again inside of the backward, as in a checkpoint, drew
-            other ones.
-        redrawn_of_python: the class of a module that ran again inside of the backward from other
-            random numbers of Python or numpy than in the forward; else empty.
         inside: index of an output -> what it received from the other outputs, where that was asked
             for.
         injected: losses of one element into which custom functions put a gradient of their own.
@@ -781,8 +772,6 @@ class ReplayResult:
     outputs: list[torch.Tensor] = field(default_factory=list)
     functions: frozenset[type] = frozenset()
     random: bool = False
-    redrawn: bool = False
-    redrawn_of_python: str = ""
     inside: dict[int, torch.Tensor] = field(default_factory=dict)
     injected: list[Injected] = field(default_factory=list)
     marks: list[tuple[str, list[Fingerprint]]] = field(default_factory=list)
@@ -848,10 +837,13 @@ def backward_hooks(module: torch.nn.Module) -> list[str]:
 
 def _without_hooks(module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
     """Switch off backward hooks."""
-    hooks = [vars(part)[name] for part in module.modules() for name in _HOOKS]
-    return _emptied(
-        [*hooks, module_hooks._global_backward_hooks, module_hooks._global_backward_pre_hooks]
-    )
+    hooks: list[Any] = [
+        module_hooks._global_backward_hooks,
+        module_hooks._global_backward_pre_hooks,
+    ]
+    for part in module.modules():
+        hooks += [vars(part)[name] for name in _HOOKS]
+    return _emptied(hooks)
 
 
 def _without_watchers() -> contextlib.AbstractContextManager[None]:
@@ -945,19 +937,6 @@ def _is_in_program() -> bool:
     )
 
 
-def _random_mark() -> int:
-    """Return a checksum of the generators from which modules draw; 0 inside of a transformation."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return 0
-    observed = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
-    with Apart() if observed else contextlib.nullcontext():
-        mark = zlib.crc32(bytes(torch.get_rng_state().numpy()))
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            for state in torch.cuda.get_rng_state_all():
-                mark = zlib.crc32(bytes(state.numpy()), mark)
-    return mark
-
-
 def _generators() -> bytes:
     now = RandomState.now()
     return b"".join(bytes(each.numpy()) for each in (now.cpu, *now.devices))
@@ -969,9 +948,8 @@ def _eagerly() -> Iterator[None]:
     model once more.
     """
     dynamo: Any = torch._C._dynamo.eval_frame
-    before = dynamo.set_eval_frame(
-        None
-    )  # a step in a compiled function, where no stance can be set
+    # a step in a compiled function, where no stance can be set
+    before = dynamo.set_eval_frame(None)
     try:
         # what a checkpoint computes again runs to its end, so that hooks see it
         with torch.compiler.set_stance("force_eager"), set_checkpoint_early_stop(False):
@@ -1060,7 +1038,7 @@ def replay(
     if any(given.dtype == torch.float16 for given in cotangents.values()):
         how = replace(how, scale=1.0)  # a larger number may overflow
     device, dtype, enabled = forward.autocast
-    watched = _Watched(module, marked=how.marked, as_drawn=how.as_drawn)
+    watched = _Watched(module, marked=how.marked)
     hooks = contextlib.nullcontext() if how.hooks else _without_hooks(module)
     kinds = {type(v) for v in arguments if isinstance(v, torch.Tensor)}
     with (
@@ -1083,7 +1061,7 @@ def replay(
         stack.enter_context(AsBefore(forward.on))
         positional, keywords = pytree.tree_unflatten(made.arguments, forward.structure)
         forward.random.set()
-        watched.states[True].add(_generators())
+        watched.states.add(_generators())
         for each, training in zip(module.modules(), forward.modes, strict=True):
             each.training = training
         hooked = list[str]()
@@ -1093,7 +1071,7 @@ def replay(
         ):
             module(*positional, **keywords)
         result = ReplayResult(
-            random=len(watched.states[True]) > 1,
+            random=len(watched.states) > 1,
             marks=watched.marks,
             checkpoints=seen,
             hooked=hooked,
@@ -1105,8 +1083,6 @@ def replay(
         if how.as_it_was_at_backward:
             made.write(forward.at_backward)
         _differentiate(result, outputs, cotangents, made, how)
-        result.redrawn = not watched.states[False] <= watched.states[True]
-        result.redrawn_of_python = watched.redrawn
     return result
 
 
@@ -1115,44 +1091,24 @@ class _Watched:
 
     Attributes:
         seen: what the outermost module has returned.
-        states: of the random number generators after each call: in the forward (True), and inside
-            of the backward.
+        states: of the random number generators after each call in the forward.
         marks: the class of each module that was called in the forward, in order, with a fingerprint
             of what it has returned.
-        redrawn: the class of a module that was called again inside of the backward from other
-            random numbers of Python or numpy than in the forward; else empty.
     """
 
-    def __init__(self, module: torch.nn.Module, *, marked: bool, as_drawn: bool) -> None:
-        self.redrawn = ""
-        self._as_drawn = as_drawn
-        self._of_python: defaultdict[int, list[RandomState]] = defaultdict(list)
+    def __init__(self, module: torch.nn.Module, *, marked: bool) -> None:
         self.seen = list[Any]()
-        self.states = defaultdict[bool, set[bytes]](set)
+        self.states = set[bytes]()
         self.marks = list[tuple[str, list[Fingerprint]]]()
         self._module = module
         self._marked = marked
         self._handles: list[Any] = []
         self._names = {id(part): name for name, part in module.named_modules() if name}
 
-    def _enter(self, part: torch.nn.Module, _: Any) -> None:
-        """Compare from what random numbers a module draws again with those of its call.
-
-        The last call comes back first.
-        """
-        then = self._of_python[id(part)]
-        now = RandomState.now()
-        if torch._C._current_graph_task_id() == -1:
-            then.append(now)
-        elif then and torch.is_grad_enabled():
-            if not any(map(now.is_same_of_python, then)):
-                self.redrawn = self.redrawn or type(part).__name__
-            if self._as_drawn:
-                then.pop().set_of_python()
-
     def _see(self, part: torch.nn.Module, _: Any, output: Any) -> None:
         in_forward = torch._C._current_graph_task_id() == -1
-        self.states[in_forward].add(_generators())
+        if in_forward:
+            self.states.add(_generators())
         if in_forward and self._marked:
             kind = type(part).__name__
             name = self._names.get(id(part))
@@ -1164,7 +1120,6 @@ class _Watched:
 
     def __enter__(self) -> None:
         self._handles = [
-            register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._see),
         ]
 

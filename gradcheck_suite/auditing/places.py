@@ -171,12 +171,11 @@ def lines_with(call: str, place: Place) -> list[str]:
     `zero_grad`.
     """
     files = dict.fromkeys(line.rpartition(":")[0] for line in place.path)
-    lines = (
-        (f"{file}:{n}", text)
-        for file in files
-        for n, text in enumerate(linecache.getlines(file), 1)
-    )
-    return [line for line, text in lines if call in text.partition("#")[0]][:MOST_LINES]
+    found = list[str]()
+    for file in files:
+        lines = enumerate(linecache.getlines(file), 1)
+        found += [f"{file}:{n}" for n, text in lines if call in text.partition("#")[0]]
+    return found[:MOST_LINES]
 
 
 @lru_cache(maxsize=32)

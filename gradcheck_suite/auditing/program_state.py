@@ -54,17 +54,8 @@ class RandomState:
         torch.set_rng_state(self.cpu)
         if self.devices:
             torch.cuda.set_rng_state_all(list(self.devices))
-        self.set_of_python()
-
-    def set_of_python(self) -> None:
-        """Set those of Python and numpy alone."""
         np.random.set_state(self.numpy)
         random.setstate(self.python)
-
-    def is_same_of_python(self, other: RandomState) -> bool:
-        """Return whether those of Python and numpy are in the same states."""
-        same = self.python == other.python
-        return same and all(map(np.array_equal, self.numpy, other.numpy))
 
 
 @contextlib.contextmanager
@@ -75,7 +66,9 @@ def preserve_rng() -> Iterator[None]:
     """
     with contextlib.ExitStack() as undo:
         undo.enter_context(Apart())
-        with contextlib.suppress(Exception):  # a GPU on which a kernel has failed
+        # a GPU on which a kernel has failed raises for all that follows (`torch.AcceleratorError`);
+        # and this opens and closes an audit, where no error of ours may reach the program
+        with contextlib.suppress(Exception):
             undo.callback(RandomState.now().set)
         yield
 
@@ -193,9 +186,10 @@ class ProgramState:
                     if name.startswith("__"):  # `__dict__` and the like cannot be set
                         self._walk(getattr(value, "__func__", None))
                         continue
+                    # what records its calls stands in its place for a while
                     if isinstance(value, staticmethod) and issubclass(
                         base, torch.autograd.Function
-                    ):  # what records its calls stands in its place for a while
+                    ):
                         self._walk(value.__func__)
                         continue
                     self.undo.callback(_set_attribute, base, name, value)
@@ -301,9 +295,8 @@ class ProgramState:
         if library and not users:
             return  # what libraries hold among themselves, such as caches of modules, is theirs
         library = not users
-        if is_suites(
-            function.__code__.co_filename
-        ):  # a recording stand-in: what it records is not put back
+        # a recording stand-in: what it records is not put back
+        if is_suites(function.__code__.co_filename):
             inner = [cell.cell_contents for cell in function.__closure__ or ()]
             self._walk_all(each for each in inner if isinstance(each, types.FunctionType))
             return

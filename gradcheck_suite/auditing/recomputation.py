@@ -19,7 +19,6 @@ which no cause was measured is `unexplained-difference`: the window is not judge
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections import defaultdict
@@ -48,6 +47,7 @@ from gradcheck_suite.auditing.module_calls import (
     PARAMETERS,
     STATE,
     Gradients,
+    Injected,
     ModuleCall,
     ReplayOptions,
     ReplayResult,
@@ -622,14 +622,6 @@ SENTENCES = {
         "the term that custom function {name} adds by itself has weight 1 in each of {number}"
         " micro-batches, and not 1/{number}"
     ),
-    "redrawn again": (
-        "a checkpoint calls a module ({module}) again inside of the backward, and it draws other"
-        " random numbers than in the forward"
-    ),
-    "redrawn": (
-        "a checkpoint draws other random numbers in backward than in the forward"
-        " (`preserve_rng_state=False`?)"
-    ),
     "other again": (
         "what a checkpoint computes again in the backward is not what the forward has computed: with"
         " the checkpoint the window's gradient is that of the program, and without it, from the same"
@@ -645,11 +637,6 @@ SENTENCES = {
         "`.grad` is twice the gradient of the last micro-batch, and has nothing of those before: a"
         " function returns memory of its own as a gradient, which became `.grad`, and writes to it"
         " in each backward"
-    ),
-    "redrawn of python": (
-        "a checkpoint calls a module ({module}) again inside of the backward, and it draws other"
-        " random numbers of Python or numpy than in the forward, which a checkpoint does not put"
-        " back"
     ),
     "written": "custom function {name}: {fault}",
     "changed-batch": (
@@ -681,6 +668,9 @@ WRITES = (
 NOT_CALLED = (
     "its backward was not checked, since no call of it was seen when the window was computed again"
 )
+
+
+NOT_RECORDED = "its backward was not checked, since a call of it could not be recorded ({error})"
 
 
 @dataclass
@@ -932,7 +922,8 @@ def _compute(asked: RecomputeRequest, result: RecomputeResult) -> None:
     elif modes:
         _judge_modes(asked, parts, modes, result)
     else:
-        _judge_draws(asked, parts, replayed, difference, result)
+        if any(found.checkpoints.number for found in replayed):
+            _judge_checkpoints(asked, parts, result)
         _note_tensor_hooks(asked, parts, replayed, result)
     if result.name is None:
         _judge_age(asked, parts, result)
@@ -967,33 +958,14 @@ def _judge_checkpoints(
 
     With them the gradient is that of the program. Without them it is that of what the forward has
     computed: no random number is drawn twice, and no state is read twice.
+
+    `RepeatedCalls` sees calls of modules alone, and sees them where a window is not computed again,
+    too. This sees what a checkpoint computes after its last module, as noise of numpy
+    (`faulty_checkpoint_of_a_method_with_numpy` in tests/auditing/evidence_scripts.py).
     """
     opened, _, replayed = _computed(asked, parts, ReplayOptions(opened=True))
     if opened.worst is not None and not any(map(_lost_by, parts, replayed)):
         _blame("wrong-backward", SENTENCES["other again"], opened, result)
-
-
-def _judge_draws(
-    asked: RecomputeRequest,
-    parts: Sequence[RecordedCall],
-    replayed: Sequence[ReplayResult],
-    difference: GradDifference,
-    result: RecomputeResult,
-) -> None:
-    """Judge what a checkpoint draws, or computes, again inside of the backward."""
-    own = [found for found in replayed if not found.functions]  # those draw on purpose
-    if any(found.random and found.redrawn for found in own):
-        _blame("wrong-backward", SENTENCES["redrawn"], difference, result)
-        return
-    modules = [found.redrawn_of_python for found in own if found.redrawn_of_python]
-    if modules:
-        # what is called again may draw nothing
-        as_drawn, _, _ = _computed(asked, parts, ReplayOptions(as_drawn=True))
-        if as_drawn.worst is not None:
-            sentence = SENTENCES["redrawn of python"].format(module=modules[0])
-            _blame("wrong-backward", sentence, as_drawn, result)
-    if result.name is None and any(found.checkpoints.number for found in replayed):
-        _judge_checkpoints(asked, parts, result)
 
 
 def _is_that_of_one_batch(
@@ -1055,8 +1027,6 @@ def _holds_in_turn(
     total, replayed = by_micro_batch(parts, ReplayOptions())
     compared = total.gradients.keys() & asked.compared.keys() & turn.arrived.keys()
     if not compared or total.functions - asked.known:
-        return False
-    if any((found.random and found.redrawn) or found.redrawn_of_python for found in replayed):
         return False
     if any(map(_lost_by, parts, replayed)):
         return False
@@ -1541,12 +1511,9 @@ def _judge_own_terms(
         or compare_grad(asked.observed, linear, asked.factor, lambda seed: linear).worst is not None
     ):
         return False
-    injected = [
-        (part, one)
-        for part, found in zip(parts, replayed, strict=True)
-        for one in found.injected
-        if one.weight
-    ]
+    injected = list[tuple[RecordedCall, Injected]]()
+    for part, found in zip(parts, replayed, strict=True):
+        injected += [(part, one) for one in found.injected if one.weight]
     rest = [
         norm(add_gradients(linear.gradients[key], -gradient)) for key, gradient in of_own.items()
     ]
@@ -1600,21 +1567,35 @@ def _judge_functions(
         return
     # a number that a forward computes is another one then; some functions expect their gradient
     how = ReplayOptions(seed=0, scale=1.0)
-    with first_calls(new.keys()) as found:
+    failed = dict[Any, str]()
+    with first_calls(new.keys(), failed=failed) as found:
         for part in parts:
             replay(part.forward, part.forward.arguments, part.cotangents, how)
     missed = {made: kind for kind, made in new.items() if not (found.get(kind) or found.get(made))}
     # a class that is made anew each time may hold tensors: its statement is known in its place
     asked.known.update(found, missed)
-    asked.known.update((key, one) for key, each in found.items() for one in each)
+    for key, each in found.items():
+        asked.known.update((key, signature) for signature in each)
     calls = list(chain.from_iterable(each.values() for each in found.values()))
     with discarded_output(), AsBefore(parts[0].forward.on):
         accumulates = len(asked.passes) > 1
         verdicts = [judge_backward(call, accumulates=accumulates) for call in calls]
-    verdicts += [FunctionReport(kind.__name__, note=NOT_CALLED) for kind in missed.values()]
-    with contextlib.suppress(Exception):  # they cannot be called with copies
-        verdicts += _written(parts, calls)
+    verdicts += _not_recorded(failed)
+    verdicts += [
+        FunctionReport(kind.__name__, note=NOT_CALLED)
+        for kind in missed.values()
+        if kind not in failed
+    ]
+    verdicts += _written(parts, calls)
     blame_functions(verdicts, result, asked.known)
+
+
+def _not_recorded(failed: Mapping[Any, str]) -> list[FunctionReport]:
+    """Return which functions were not checked, since a call of them could not be recorded."""
+    return [
+        FunctionReport(name_of(kind), note=NOT_RECORDED.format(error=error))
+        for kind, error in failed.items()
+    ]
 
 
 def _written(
@@ -1633,8 +1614,12 @@ def _written(
         return []
     how = ReplayOptions(scale=1.0)
     own, _ = by_micro_batch(parts, how)
-    with given_copies(writing):
-        other, _ = by_micro_batch(parts, how)
+    try:
+        with given_copies(writing):
+            other, _ = by_micro_batch(parts, how)
+    except Exception as error:  # a function may take what it is given for what it has kept
+        said = f"it writes to what it is given, and cannot be called with copies ({error})"
+        return [FunctionReport(name_of(kind), note=said) for kind in writing]
     size = math.hypot(*map(norm, other.gradients.values()))
     off = math.hypot(
         *(
@@ -1693,6 +1678,7 @@ def judge_calls_of_program(
         of_calls: those in recorded calls, of which a window may not be computed again.
     """
     result = RecomputeResult()
+    blame_functions(_not_recorded(calls.failed), result, known)
     if calls.has_calls:
         with discarded_output():
             accumulates = len(passes) > 1

@@ -959,9 +959,8 @@ class Recorder:
         if key not in self._shards:
             self._arrived(running.record, {key: parameter})
         elif running.record not in self._late:
-            self._late.append(
-                running.record
-            )  # what stands here is reduced later in this pass or in another one
+            # what stands here is reduced later in this pass or in another one
+            self._late.append(running.record)
 
     def _arrived(self, record: PassRecord, parameters: Mapping[int, torch.Tensor]) -> None:
         """Note what has arrived at some parameters."""

@@ -5,6 +5,11 @@ numbers of whatever generator, in another mode, or with other state, the gradien
 function. Results are compared, and where they differ the cause is measured: what the forward gave to
 a checkpoint, or to the module, has other values now; the parameters or buffers of the module have;
 its mode is another one. What remains is the fault of what computes again.
+
+The second computation of a window asks the same of its checkpoints, with those that are opened
+(`recomputation`). It calls recorded modules alone, so it never meets a checkpoint that the script
+itself calls, or an `autograd.Function` of its own (`faulty_reentrant_checkpoint_of_the_script`,
+`faulty_own_checkpoint_of_the_script` in tests/auditing/evidence_scripts.py).
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -83,11 +89,13 @@ class _Begun:
         versions: how often each tensor of its arguments was written to in place.
         sources: what the checkpoint around it was given.
         buffers: a checksum of each buffer of the module.
+        random: a checksum of the generators from which modules draw.
     """
 
     versions: list[int]
     sources: Sequence[_Source]
     buffers: Marks
+    random: int
 
 
 @dataclass(frozen=True)
@@ -104,6 +112,7 @@ class _ModuleCall:
         sources: the tensors that the checkpoint around it, and the module itself, were given.
         buffers: the same of its buffers; None where the call writes to them.
         passes: how many backward passes had begun.
+        random: a checksum of the generators from which modules draw, when it began.
     """
 
     inputs: list[Fingerprint]
@@ -115,6 +124,7 @@ class _ModuleCall:
     sources: Sequence[_Source] = ()
     buffers: Marks | None = None
     passes: int = 0
+    random: int = 0
 
     def is_of_written(self, *, unseen: bool) -> bool:
         """Return whether something that it was computed from was written, or was so unseen."""
@@ -146,7 +156,10 @@ def _numbers(values: Iterable[Any]) -> list[torch.Tensor]:
     return [
         one.detach()
         for one in values
-        if isinstance(one, torch.Tensor) and one.is_floating_point() and one.numel()
+        if isinstance(one, torch.Tensor)
+        and one.is_floating_point()
+        and not one.is_nested  # its rows have no common shape to be sampled
+        and one.numel()
     ]
 
 
@@ -223,6 +236,15 @@ def _repeating_frame() -> FrameType | None:
     return None
 
 
+def _random_mark() -> int:
+    """Return a checksum of the generators from which modules draw."""
+    mark = zlib.crc32(bytes(torch.get_rng_state().numpy()))
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        for state in torch.cuda.get_rng_state_all():
+            mark = zlib.crc32(bytes(state.numpy()), mark)
+    return mark
+
+
 def may_be_repeated() -> bool:
     """Return whether what computes now may be computed once more by a backward.
 
@@ -249,6 +271,8 @@ class RepeatedCalls:
         self._begun: defaultdict[int, list[_Begun]] = defaultdict(list)
         self._sources = dict[tuple[tuple[int, int], ...], list[_Source]]()
         self._passes = 0
+        self._at_begin = 0
+        self._entered = dict[int, int]()
 
     def forget(self) -> None:
         """Forget the calls of a window that is over."""
@@ -260,15 +284,21 @@ class RepeatedCalls:
     def pass_begins(self) -> None:
         """Note that a backward pass begins."""
         self._passes += 1
+        self._at_begin = _random_mark() if self._calls else 0
         # the program may write the next batch to the same memory
         self._sources.clear()
 
     def begin(self, module: torch.nn.Module, arguments: Any) -> None:
         """Note that a call of the forward begins, where a backward may make it once more."""
-        if may_be_repeated():
-            self._begun[id(module)].append(
-                _Begun(_versions(arguments), self._around(), _marks(module.buffers()))
-            )
+        if not may_be_repeated():
+            return
+        begun = _Begun(
+            _versions(arguments),
+            self._around(),
+            _marks(module.buffers()),
+            _random_mark(),
+        )
+        self._begun[id(module)].append(begun)
 
     def _around(self) -> Sequence[_Source]:
         """Return what the checkpoint that runs was given; all modules in it share that."""
@@ -309,6 +339,7 @@ class RepeatedCalls:
                 sources=[*begun.sources, *own],
                 buffers=call.buffers if call.buffers == begun.buffers else None,
                 passes=self._passes,
+                random=begun.random,
             )
         )
 
@@ -322,6 +353,7 @@ class RepeatedCalls:
         known = self._calls.get(id(module))
         if not known or self.found:
             return
+        self._entered[id(module)] = _random_mark()
         # a pass has the calls since the one before, but where all forwards come first
         latest = [then for then in known if then.passes == known[-1].passes]
         is_of_torch = _is_in_checkpoint()
@@ -339,15 +371,24 @@ class RepeatedCalls:
             self.found = Written("wrong-backward", OTHER_INPUTS.format(module=name))
 
     def compare(self, module: torch.nn.Module, given: Any, output: Any) -> None:
-        """Compare a call inside of a backward with those of the forward."""
+        """Compare a call inside of a backward with those of the forward.
+
+        With other inputs a function of one's own may call on purpose. What it has drawn before is
+        then to be what the forward had drawn, unless it draws without a gradient.
+        """
         known = self._calls.get(id(module))
         if not known or self.found:
             return
+        name = type(module).__name__
         now = _call(module, given, output)
+        random = self._entered.get(id(module), 0)
         same = [then for then in known if now.has_inputs_of(then)]
-        if not same or any(now.has_outputs_of(then) for then in same):
-            return
-        self.found = _explained(type(module).__name__, now, same)
+        if not same:
+            has_drawn = random != self._at_begin
+            if has_drawn and all(then.random != random for then in known):
+                self.found = Written("wrong-backward", REDRAWN.format(module=name))
+        elif not any(now.has_outputs_of(then) for then in same):
+            self.found = _explained(name, now, same)
 
 
 def _explained(name: str, now: _ModuleCall, same: Sequence[_ModuleCall]) -> Written:
@@ -371,6 +412,10 @@ def _explained(name: str, now: _ModuleCall, same: Sequence[_ModuleCall]) -> Writ
     return Written("wrong-backward", OTHER_OUTPUTS.format(module=name, why=why))
 
 
+REDRAWN = (
+    "what computes again inside of the backward, as a checkpoint does, draws other random numbers"
+    " before it calls a module ({module}) than in the forward, and gives it other inputs"
+)
 OTHER_INPUTS = (
     "a checkpoint calls a module ({module}) again inside of the backward with other inputs than in"
     " the forward: what it computes before that call is not the same again (random numbers, a mode,"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import chain, product
 from statistics import median
@@ -90,23 +90,6 @@ def fitted(columns: Vector, target: Vector) -> tuple[Vector, Vector, Vector] | N
     )
 
 
-def _robust_errors(columns: Vector, residual: Vector) -> Vector:
-    """Return the standard errors of fitted coefficients where rows have errors of different sizes.
-
-    MacKinnon and White's estimate (HC3), which holds for few rows, too.
-
-    Args:
-        columns: (rows, columns).
-        residual: (rows,), what the fit leaves over.
-    """
-    inverse = np.linalg.inv(columns.T @ columns)
-    leverage = np.einsum("ij,jk,ik->i", columns, inverse, columns)
-    # a row that decides a coefficient alone has a leverage of 1, and no residual
-    weighted = columns * (residual / np.maximum(1 - leverage, LEAST_FREE))[:, None]
-    found: Vector = np.sqrt(np.diag(inverse @ (weighted.T @ weighted) @ inverse))
-    return found
-
-
 @dataclass(frozen=True)
 class Fit:
     """`.grad` as a sum of what arrived in each pass, by least squares.
@@ -166,6 +149,23 @@ class Fit:
         else stand there.
         """
         return not (np.abs(self.coefficients) > self.bounds).any()
+
+
+@dataclass(frozen=True)
+class RankSplit:
+    """Which gradients of a step the ranks share.
+
+    Attributes:
+        keys: of the parameters whose gradients are the same on all ranks, or should be.
+        unequal: those whose gradients are not the same.
+        own: those that each rank has for itself.
+        is_reduced: whether gradients are reduced over the ranks.
+    """
+
+    keys: list[int]
+    unequal: Set[int]
+    own: Set[int]
+    is_reduced: bool
 
 
 class State(NamedTuple):
@@ -260,6 +260,8 @@ class StepWindow:
         unclipped: by which all of `.grad` had been multiplied after the last pass when torch's
             clipping began; None where it did not, or parameters differ.
         misplaced: parameters that have the gradient of another one -> that one.
+        factor_of_most: by which most elements were multiplied after the last pass, where others were
+            edited; None where there is no such factor.
         edits_slightly: whether sampled elements alone might not have shown an edit after the last
             pass.
     """
@@ -287,6 +289,7 @@ class StepWindow:
     misplaced: Mapping[int, int] = field(default_factory=dict)
     factor_error: float = 0.0
     edits_slightly: bool = False
+    factor_of_most: float | None = None
 
     @property
     def where(self) -> Place:
@@ -676,17 +679,18 @@ class Replay:
         own, *arrived = (self._arrived.get((rank, index), {}) for rank in range(self.ranks))
         if not others or not keys or not all(keys <= one.keys() for one in (own, *arrived)):
             return False
-        is_alike = all(
-            size(own[key] - one[key]) <= self.tolerance(key) * size(own[key])
-            for key in keys
-            for one in arrived
-        )
-        differs = any(
-            size(first[key] - one[key]) > self.tolerance(key) * size(first[key])
-            for key in keys
-            for one in others
-        )
-        return is_alike and differs
+        # hooks have left the same on all ranks, of what was not the same before them
+        return self._are_alike(own, arrived, keys) and not self._are_alike(first, others, keys)
+
+    def _are_alike(
+        self, one: Mapping[int, Vector], others: Iterable[Mapping[int, Vector]], keys: Iterable[int]
+    ) -> bool:
+        """Return whether what has arrived at parameters on one rank has on the others, too."""
+        for key in keys:
+            allowed = self.tolerance(key) * size(one[key])
+            if not all(size(one[key] - other[key]) <= allowed for other in others):
+                return False
+        return True
 
     def _add(self, rank: int, index: int, record: PassRecord) -> None:
         """Add what has arrived in a pass to what stands in each `.grad`."""
@@ -765,53 +769,72 @@ class Replay:
 
     def on_step(self, steps: Sequence[StepRecord]) -> StepWindow:
         """Take a step of all ranks."""
-        unwritten: set[int] = set()
-        copies = self._are_copies(steps[0])
-        if copies:
+        is_of_copies = self._are_copies(steps[0])
+        unwritten = set[int]()
+        if is_of_copies:
             # handed over once: the parameter's own `.grad` is another tensor since it was set to
             # None
             unwritten = {self._copies.get(key, key) for key in steps[0].unwritten}
             steps = [self._of_parameters(step) for step in steps]
         first = steps[0]
-        optimizer = first.optimizer
-        before = self.last.get(optimizer, 0)
         found = self._explain_all(0, arrays_only(first.gradients), inside=False)
-        is_reduced = any(one.event == REDUCED for one in found.values())
+        split = self._split_by_ranks(steps, found)
+        explained = {key: found[key] for key in split.keys if key in found}
+        if split.is_reduced:
+            self._unite_edited(explained, split.unequal)
+        explained = self._replaced(explained, unwritten)
+        window = self._window(first, split, is_of_copies=is_of_copies)
+        window.unclipped = self._before_clipping(first)
+        self._fill(window, explained)
+        window.misplaced = (
+            self._misplaced_copies if is_of_copies else self._misplaced(window.passes, explained)
+        )
+        self._leave(window, steps)
+        return window
+
+    def _split_by_ranks(
+        self, steps: Sequence[StepRecord], found: Mapping[int, GradChange]
+    ) -> RankSplit:
+        """Return which gradients of a step are the same on all ranks.
+
+        Args:
+            steps: of each rank.
+            found: what the gradients of the first one are.
+        """
         self.of_rank |= self._unequal([step.values for step in steps])
         unequal = self._unequal([step.gradients for step in steps])
+        is_reduced = any(one.event == REDUCED for one in found.values())
         # a parameter that each rank has for itself, such as an expert, is not reduced
-        own = unequal & self.of_rank if is_reduced else set()
-        keys = [key for key in first.gradients if key not in own]
-        found = {key: found[key] for key in keys if key in found}
-        if is_reduced:
-            self._unite_edited(found, unequal)
-        found = self._replaced(found, unwritten)
-        members = {i: p for i, p in self.passes.items() if i >= before and p.has(set(keys))}
-        late = [(rank, key) for rank, key in self._late if key in first.gradients]
-        window = StepWindow(
+        own = unequal & self.of_rank if is_reduced else set[int]()
+        keys = [key for key in steps[0].gradients if key not in own]
+        return RankSplit(keys, unequal, own, is_reduced)
+
+    def _window(self, step: StepRecord, split: RankSplit, *, is_of_copies: bool) -> StepWindow:
+        """Return the window that a step ends, of which nothing is explained yet."""
+        optimizer = step.optimizer
+        before = self.last.get(optimizer, 0)
+        keys = {*split.keys}
+        members = {i: p for i, p in self.passes.items() if i >= before and p.has(keys)}
+        late = [(rank, key) for rank, key in self._late if key in step.gradients]
+        for place in late:
+            del self._late[place]
+        return StepWindow(
             optimizer=optimizer,
-            number=first.call,
-            step=first,
+            number=step.call,
+            step=step,
             passes=members,
-            keys=keys,
+            keys=split.keys,
             coefficients={},
             factor=1.0,
             edit=None,
             seen={i: dict(p.consumers) for i, p in members.items()},
             first=optimizer not in self.last,
             before=before,
-            local=[key for _, key in late] or unequal - own,
+            local=[key for _, key in late] or split.unequal - split.own,
             null={n for n in self._null if n[1] in members},
             not_finite=self._not_finite & members.keys(),
-            copies=copies,
+            copies=is_of_copies,
         )
-        for place in late:
-            del self._late[place]
-        window.unclipped = self._before_clipping(first)
-        self._fill(window, found)
-        window.misplaced = self._misplaced_copies if copies else self._misplaced(members, found)
-        self._leave(window, steps)
-        return window
 
     def _arrived_in_all(
         self, passes: Mapping[int, BackwardPass], keys: Iterable[int]
@@ -993,6 +1016,8 @@ class Replay:
             return
         window.coefficients = kept
         _set_edit(window, factors, common, off)
+        if window.edit == FREE:
+            window.factor_of_most = self._factor_of_most(found)
 
     def _factors(self, found: Mapping[int, GradChange]) -> dict[int, float | None]:
         """Return by what the `.grad` of each parameter was multiplied after the last pass.
@@ -1063,6 +1088,23 @@ class Replay:
         states = self._states[0]
         now = np.concatenate([found[key].now[:ELEMENTS] for key in keys])
         return is_mostly(now, np.concatenate([states[key].sample[:ELEMENTS] for key in keys]))
+
+    def _factor_of_most(self, found: Mapping[int, GradChange]) -> float | None:
+        """Return by which factor most of the sampled elements were multiplied, None for none.
+
+        An edit of few elements, such as clipping them, leaves the division before it in the others.
+        """
+        states = self._states[0]
+        then = np.concatenate([states[key].sample[:ELEMENTS] for key in found])
+        now = np.concatenate([one.now[:ELEMENTS] for one in found.values()])
+        stood = then != 0
+        if np.count_nonzero(stood) < FEWEST:
+            return None
+        factors = now[stood] / then[stood]
+        common = float(np.median(factors))
+        unit = max(UNIT_ROUNDOFF[self._dtype(key)] for key in found)
+        is_common = np.abs(factors - common) <= FURTHER_ROUNDINGS * unit * abs(common)
+        return common if 2 * np.count_nonzero(is_common) > len(factors) else None
 
     def _may_be_unseen(self, found: Mapping[int, GradChange], off: Sequence[int]) -> bool:
         """Return whether another edit of the kind may leave all sampled elements as they stood, but
@@ -1236,7 +1278,9 @@ class Replay:
                     np.full(number, bound),
                     is_exact=True,
                 )
-        noisy = fitted(arrivals, target)
+        # projections repeat the elements of a small parameter, and an edit of few elements is in each
+        # of them: as rows beside the elements they would make chance significant
+        noisy = fitted(arrivals[elements], target[elements])
         if noisy is None:
             return Fit(
                 *of,
@@ -1246,13 +1290,11 @@ class Replay:
             )
         solution, residual, spread = noisy
         deviation = np.sqrt((residual * residual).sum() / (len(residual) - number))
-        share = float(np.hypot.reduce(residual) / (np.hypot.reduce(target) or 1.0))
-        # an edit of few elements leaves most rows as they are, and is in each of the projections
-        errors = np.maximum(deviation * spread, _robust_errors(arrivals, residual))
+        share = float(np.hypot.reduce(residual) / (np.hypot.reduce(target[elements]) or 1.0))
         return Fit(
             *of,
             solution,
-            SIGNIFICANT * errors,
+            SIGNIFICANT * deviation * spread,
             is_exact=False,
             left=share,
         )
@@ -1309,7 +1351,9 @@ class Replay:
 
     def standing(self, keys: Iterable[int]) -> set[int]:
         """Return the passes since the last step that stand in the `.grad` of some parameters."""
-        found = distinct([ranked[key].coefficients for ranked in self._states for key in keys])
+        own = list(keys)
+        states = chain.from_iterable((ranked[key] for key in own) for ranked in self._states)
+        found = distinct([state.coefficients for state in states])
         return {
             index
             for (_, index), c in chain.from_iterable(coefficients.items() for coefficients in found)
@@ -1391,7 +1435,5 @@ ACCIDENT = 1e-4
 """Chance, from which on it counts, that a few elements of a sum are within rounding a multiple of one of its terms."""
 FEWEST = 8
 """Elements from which on a part of an edited gradient is told from chance."""
-LEAST_FREE = 1e-6
-"""The least share of a row's error that a fit is taken to leave over."""
 SIGNIFICANT = 5.0
 """Standard errors from which on a coefficient is not 0."""

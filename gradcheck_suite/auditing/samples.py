@@ -115,9 +115,8 @@ def _on_device(device: torch.device) -> torch.Tensor:
     return torch.from_numpy(_SIGNS).to(device)
 
 
-@np.errstate(
-    invalid="ignore"
-)  # gradients may be infinite, and the script's output stays what it was
+# gradients may be infinite, and the script's output stays what it was
+@np.errstate(invalid="ignore")
 def _projected(array: npt.NDArray[Any]) -> Vector:
     """Return the projections of flat numbers: the sign of a tile times the sign of a place in it."""
     whole = len(array) // TILE
@@ -282,9 +281,8 @@ def _marks(some: npt.NDArray[Any]) -> list[int]:
     """Return a checksum of the bits of each row."""
     bits = some.view(f"u{some.itemsize}")
     if some.itemsize == 8:
-        bits = bits ^ bits >> np.uint64(
-            32
-        )  # odd multiples of the highest bits alone, as of signs, may add up to 0
+        # odd multiples of the highest bits alone, as of signs, may add up to 0
+        bits = bits ^ bits >> np.uint64(32)
     marks: list[int] = (bits @ _WEIGHTS).tolist()
     return marks
 
@@ -482,15 +480,13 @@ def _some_elements(tensor: torch.Tensor) -> list[torch.Tensor]:
 def _taken_elsewhere(tensor: torch.Tensor, *, whole: bool) -> tuple[Raw, int | None]:
     if tensor.layout == torch.strided:
         size = tensor.numel() * tensor.element_size()
-        if (
-            not size or tensor.untyped_storage().nbytes() < size
-        ):  # FSDP frees the storage of what it has gathered
+        # FSDP frees the storage of what it has gathered
+        if not size or tensor.untyped_storage().nbytes() < size:
             return np.zeros(ELEMENTS + PROJECTIONS * whole), 0
     with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
         if tensor.layout != torch.strided:
-            found = _of_sparse(
-                tensor
-            )  # its values have no fixed places: strided elements would compare other rows
+            # its values have no fixed places: strided elements would compare other rows
+            found = _of_sparse(tensor)
             return (found if is_on_device(found) else found.numpy()), None
         flat = tensor.reshape(-1)
         step = _stride(tensor.numel())

@@ -130,7 +130,8 @@ def _saved_by_call(output: Any, below: Sequence[Any]) -> Iterator[Saved]:
         for name in _names_of(of_node):
             if _is_read(node, name):
                 for tensor in saved_tensors(node, name):
-                    yield Saved(node, tensor)
+                    if not tensor.is_nested:  # its rows have no common shape to be sampled
+                        yield Saved(node, tensor)
         stack += [one for one, _ in node.next_functions]
 
 

@@ -140,9 +140,9 @@ def _choose_count(uses: Sequence[ObjectiveInWindow]) -> None:
         right = sum(
             near(use.objective.coefficients[name], 1.0, use.objective.tolerance) for use in uses
         )
-        masses = [
-            use.objective.weight * n for use in uses for n in use.objective.counts.get(name, ())
-        ]
+        masses = list[float]()
+        for use in uses:
+            masses += [use.objective.weight * n for n in use.objective.counts.get(name, ())]
         ones = bool(masses) and near(masses[0], 1.0, tolerance) and spread(masses) <= tolerance
         return right, ones and not first.is_mean, name == own
 
@@ -282,6 +282,7 @@ class ObjectiveRun:
     @property
     def taken_out(self) -> Sequence[float]:
         """By what right windows multiply `.grad` after the last pass, where two do."""
+        # clipping may make one window right by chance
         return self._taken_out if len(self._taken_out) > 1 else []
 
 
@@ -413,6 +414,7 @@ def _is_of_means_on_ranks(e: E) -> bool:
 def _may_be_divided_twice(e: E) -> bool:
     use = e.use
     r = use.length
+    # 1/2 is a common coefficient: two micro-batches alone show no second division
     return r > 2 and (use.is_mean or all(near(mass, 1 / r**2, e.tolerance) for mass in use.masses))
 
 
@@ -803,6 +805,8 @@ def _divisor(use: ObjectiveInWindow) -> int | None:
     """Return one over the weight of an item, where it is a number of about the window's count."""
     weight = use.objective.weight
     divisor = 1 / weight if weight > 0 else 0.0
+    # what counts something of the window is of its size; any other whole number, 2 above all, may be
+    # a coefficient of the program's
     is_count = divisor > 2 and 0.5 * use.items < divisor < 2 * use.items
     return round(divisor) if is_count and near(divisor, round(divisor), 1e-4) else None
 
@@ -831,6 +835,7 @@ def _follows_no_count(uses: Sequence[ObjectiveInWindow]) -> bool:
     """Return whether the denominators change from window to window, and go with nothing that is
     counted, as the count of the window before.
     """
+    # where all windows count alike, a constant goes with anything that is counted
     if len({use.items for use in uses}) < FEWEST_COUNTS or not all(map(_divisor, uses)):
         return False
     divisors = [float(_divisor(use) or 0) for use in uses]
@@ -1119,6 +1124,8 @@ _IN_ORDER = in_order(
         "divided-twice",
     ),
     _silent("same in other windows", _is_same_in_others),
+    # the numbers of the row below, but the step is to be mended and not the divisor: a remedy belongs
+    # to a row
     _wrong(
         "missing step",
         _is_longer_than_its_divisor,
@@ -1216,6 +1223,7 @@ def _of_windows(use: ObjectiveInWindow, scale: WrongScale, run: ObjectiveRun) ->
     """Name a window of another length that begins or ends at the wrong micro-batch."""
     usual = round(use.length * scale.expected / use.own) if use.own else 0
     loops = _loops(use)
+    # without the program's place in its loops it is not known where a round begins
     if None in loops or usual < 2:
         return scale
     of_round = sum(loop == loops[-1] for loop in loops)

@@ -112,9 +112,8 @@ class Schedule:
             self._of_recomputed = cost
         else:
             self._number += 1
-            share = 1 / min(
-                self._number, FIRST
-            )  # what the first windows cost more is soon outweighed
+            # what the first windows cost more is soon outweighed
+            share = 1 / min(self._number, FIRST)
             self._of_windows += share * (cost - self._of_windows)
             self._seconds += share * (seconds - self._seconds)
         self._count(optimizer, was_full=was_full)
@@ -182,9 +181,8 @@ class Schedule:
         if self._share is None or self._on_ranks:
             return True
         lasted = max(time.perf_counter() - self._began, SHORTEST)
-        return self._spent + cost <= self._share * (
-            lasted - self._spent
-        )  # a share of what the run takes by itself
+        # a share of what the run takes by itself
+        return self._spent + cost <= self._share * (lasted - self._spent)
 
     def resumes(self, optimizer: int, passes: int, spent: float) -> bool:
         """Count a window that was not judged, and return whether it tells what stands there before

@@ -50,6 +50,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         """Return the spec that the other finders give, with a call after the module's own code."""
         if name not in self._calls:
             return None
+        # as the import system asks them itself, but for this one
         for finder in sys.meta_path:
             if finder is self or not hasattr(finder, "find_spec"):
                 continue
@@ -61,6 +62,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
     def _follow(self, spec: importlib.machinery.ModuleSpec, name: str) -> None:
         run: Callable[[ModuleType], None] | None = getattr(spec.loader, "exec_module", None)
+        # a loader of the old kind, or none, as of a namespace package
         if run is None:
             return
         call = self._calls[name]
@@ -89,6 +91,7 @@ _open: list[audit] = []
 
 def _random_numbers_kept() -> contextlib.AbstractContextManager[None]:
     """Put back what the suite draws at the end: an import alone may draw, as rich's does."""
+    # what puts them back imports torch, which the program has not done
     if "torch" not in sys.modules:
         return contextlib.nullcontext()
     from gradcheck_suite.auditing.program_state import preserve_rng
@@ -187,6 +190,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             try:
                 if self.observing:
                     call()
+            # an import of the program's must not fail because of the suite; the result says what
+            # has failed
             except Exception as error:
                 self._failed.append(f"{type(error).__name__}: {error}")
 
@@ -221,6 +226,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
     def _tell(self, violation: Violation) -> None:
         if not self.quiet:
             tell(violation.words, self.standard_error)
+        # while the audit closes there is nothing left to stop
         if self.options.stop_on_violation and self._result is None and not self._is_closing:
             raise StoppedOnViolation
 
@@ -266,6 +272,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         """Return the result of the frameworks that the run has trained with."""
         if of_jax is not None and self._jax is not None and not self._jax.has_seen and of_torch:
             of_jax = None  # it was imported by something, and trained nothing
+        # torch is there for its data loader: what it has not trained is no reason to leave the run
+        # unjudged
         if of_torch is not None and of_jax is not None and not of_torch.steps:
             of_torch = of_torch if of_torch.violations else None
         found = [one for one in (of_torch, of_jax) if one is not None]

@@ -69,6 +69,7 @@ class StepEvidence:
         """Whether parameters were replaced between backward and the step."""
         if self.last is None or {*self.window.keys} <= {*self.last.keys}:
             return False
+        # a layer that is only added or frozen has no pass of the parameters that went
         old = {*self.last.keys} - {*self.window.keys}
         return any(seen.has(old) for seen in self.since)
 
@@ -81,6 +82,7 @@ Found = Sighting | bool | None
 
 
 def _is_of_zero(e: E) -> bool:
+    # ZeRO fills the `.grad` of its flat copies itself: no pass of autograd arrives there
     return e.is_empty and e.has_gradient and (e.window.step.trainer or "").startswith("deepspeed")
 
 
@@ -146,6 +148,8 @@ def _on_zeros(e: E) -> bool:
     """Ask whether a step on gradients of 0 moves parameters."""
     if not e.is_empty or not e.gradients or e.has_gradient:
         return False
+    # momentum, Adam's averages and weight decay move a parameter on a gradient of 0, plain SGD does
+    # not
     moved = [one for one in e.window.step.moved.values() if isinstance(one, np.ndarray)]
     return any(map(size, moved))
 
@@ -162,11 +166,13 @@ def _is_replaced(e: E) -> Found:
 def _is_overlapping(e: E) -> Found:
     """Ask whether the `.grad` of parameters lie over the same memory."""
     overlapping = e.window.step.overlapping
+    # where gradients lie is looked at in an optimizer's first step
     return Sighting(keys=overlapping) if overlapping and e.last is None else None
 
 
 def _is_per_pass(e: E) -> Found:
     """Ask whether the optimizer steps after every micro-batch, where the user states a window."""
+    # `!=` and not `<`: it is said once, by the window that completes the row
     if e.given is None or e.given < 2 or e.singles != FEWEST_SINGLES:
         return None
     return Sighting({"steps": e.given})

@@ -60,12 +60,10 @@ class Strays:
         if not new or self._is_sharded:
             return
         # a search through all objects, once for each parameter that no step has shown
-        of_optimizers = {
-            id(parameter)
-            for optimizer in live_instances(torch.optim.Optimizer)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
+        of_optimizers = set[int]()
+        for optimizer in live_instances(torch.optim.Optimizer):
+            for group in optimizer.param_groups:
+                of_optimizers.update(map(id, group["params"]))
         for key in new:
             parameter = self._parameters[key].reference() if key in self._parameters else None
             if not isinstance(parameter, torch.nn.Parameter) or id(parameter) in of_optimizers:

@@ -405,12 +405,8 @@ def _first_point(e: E) -> Columns:
     last = e.lost[-1]
     # another pass at the first point may have been discarded before: it did not stand there with
     # these
-    together = {
-        index
-        for group in e.window.kept_apart
-        for _, index in group
-        if (0, e.indices[last]) in group
-    }
+    groups = [group for group in e.window.kept_apart if (0, e.indices[last]) in group]
+    together = {index for _, index in chain.from_iterable(groups)}
     return [
         j for j in e.lost if (not together or e.indices[j] in together) and not e.moved(j, last)
     ]
@@ -856,11 +852,40 @@ def pass_coefficients(window: StepWindow) -> dict[Source, float]:
     included.
     """
     found: dict[Source, float] = {}
+    unknown = list[Source]()
     for index, seen in window.passes.items():
         for rank, record in enumerate(seen.records):
             coefficient = window.coefficient_of((rank, index))
             if coefficient is not None:
                 found[rank, index] = coefficient * _of_hooks(record, window.keys)
+            elif _is_zero(window, rank, index):
+                unknown.append((rank, index))
+    return {**found, **_of_zero(window, unknown, found)} if unknown else found
+
+
+def _is_zero(window: StepWindow, rank: int, index: int) -> bool:
+    """Return whether all that has arrived in a pass of backward was exactly 0."""
+    record = window.passes[index].records[rank]
+    keys = record.arrivals.keys() & {*window.keys}
+    is_known = bool(keys) and not record.by_hand
+    return is_known and all((rank, index, key) in window.null for key in keys)
+
+
+def _of_zero(
+    window: StepWindow, sources: Sequence[Source], others: Mapping[Source, float]
+) -> Mapping[Source, float]:
+    """Return the coefficient of passes in which exactly 0 has arrived, as of a saturated loss.
+
+    Nothing shows it, and any would give this gradient. But such a pass is a micro-batch of its
+    window, by whose length the others are divided: it has the coefficient of those of its line,
+    where these have one.
+    """
+    found: dict[Source, float] = {}
+    for rank, index in sources:
+        site = window.passes[index].site
+        alike = [c for (_, other), c in others.items() if window.passes[other].site == site]
+        if alike and all(near(c, alike[0], 1e-3) for c in alike):
+            found[rank, index] = alike[0]
     return found
 
 

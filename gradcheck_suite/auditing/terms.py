@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -149,7 +150,8 @@ def _shape(node: Any, index: int) -> tuple[int, ...] | None:
         IndexError,
         RuntimeError,
         TypeError,
-    ):  # nested tensors, functions of one's own
+    ):
+        # nested tensors, functions of one's own
         return None
 
 
@@ -533,14 +535,12 @@ PendingTerm = _PendingTerm
 
 def read_numbers(found: Sequence[PendingTerm]) -> None:
     """Complete terms by their numbers; waits for a device once, for all of them together."""
-    measured = [(one, name, value) for one in found for name, value in one.measured.items()]
-    by_term: dict[int, dict[str, Vector]] = {id(one): {} for one in found}
-    values = read_samples([value for _, _, value in measured])
-    for (one, name, _), value in zip(measured, values, strict=True):
-        by_term[id(one)][name] = value
+    measured = chain.from_iterable(one.measured.values() for one in found)
+    values = iter(read_samples(list(measured)))
     for one in found:
+        numbers = {name: next(values) for name in one.measured}
         one.measured = {}
-        one.numbers(by_term[id(one)])
+        one.numbers(numbers)
 
 
 @dataclass(frozen=True)
@@ -600,6 +600,35 @@ BELOW = "below {}"
 COUNT = "count {}"
 """Names of what is measured of a term."""
 NOTHING: Vector = np.zeros(1)
+
+
+MULTIPLES = frozenset(("Div", "Mul"))
+"""Nodes of a number times, or over, another one."""
+
+
+@dataclass(frozen=True)
+class _PartOfSum:
+    """One number that a loss is a linear function of.
+
+    Attributes:
+        node: of the number.
+        index: of the node's output.
+        above: what the number is multiplied or divided by.
+    """
+
+    node: Any
+    index: int
+    above: Numbers
+
+
+def _factors(name: str, inputs: list[Edge]) -> list[Edge]:
+    """Return the inputs of a node without those factors that are the same for the whole window.
+
+    A factor that is a function of parameters alone, as a learned temperature, is.
+    """
+    if name not in MULTIPLES or len(inputs) < 2:
+        return inputs
+    return [edge for edge in inputs if not _of_parameters(edge)]
 
 
 class Reader:
@@ -664,41 +693,62 @@ class Reader:
             index: of the node's output.
             above: what the number is multiplied or divided by.
         """
-        while True:
-            if (node, index) in self._visited:
-                return None
-            self._visited.add((node, index))
-            if (declared := node.metadata.get(DECLARED)) is not None:
-                return self._add(_declared(declared[0], declared[1], above), node, index)
-            name = kind(node)
-            inputs = live(node)
-            if name == "_DDPSink":
-                inputs = _same(node, index, inputs)
-            row = NODES.get(name, UNKNOWN)
-            if name in ("Div", "Mul"):
-                if len(inputs) > 1:
-                    # a factor that is a function of parameters alone is the same for the whole
-                    # window
-                    inputs = [edge for edge in inputs if not _of_parameters(edge)]
-                if (why := _why_no_multiple(node, name, inputs)) is not None:
-                    return self._opaque(node, index, above, why)
-            if row.scalar != OPAQUE and len(inputs) > 1 and name not in PRODUCTS:
-                for edge in inputs:
-                    (self._scalar if elements(*edge) == 1 else self._vector)(*edge, above)
-                return None
-            one = row.scalar != OPAQUE and bool(inputs) and elements(*inputs[0]) == 1
-            if one and row.scalar == TERM and _shape(*inputs[0]):
-                # a tensor of one element: losses that were added to `zeros(1)`, or a micro-batch of
-                # one item?
-                if self._are_made_of_scalars(inputs, above, opaque=False):
-                    return None
-                one = False
-            if not one:
-                break
-            if name in ("Div", "Mul") and (number := _number(node)) is not None:
-                above = *above, Number(name, number, _line_of_number(node))
-            node, index = inputs[0]
-        return self._end(node, index, above, name, inputs)
+        number: _PartOfSum | None = _PartOfSum(node, index, above)
+        while number is not None:
+            number = self._below(number)
+
+    def _below(self, number: _PartOfSum) -> _PartOfSum | None:
+        """Return the one number of which another one is a multiple.
+
+        None where it was read to its end.
+        """
+        node = number.node
+        index = number.index
+        above = number.above
+        if (node, index) in self._visited:
+            return None
+        self._visited.add((node, index))
+        declared = node.metadata.get(DECLARED)
+        if declared is not None:
+            self._add(_declared(declared[0], declared[1], above), node, index)
+            return None
+        name = kind(node)
+        inputs = live(node)
+        if name == "_DDPSink":
+            inputs = _same(node, index, inputs)
+        inputs = _factors(name, inputs)
+        why = _why_no_multiple(node, name, inputs) if name in MULTIPLES else None
+        if why is not None:
+            self._opaque(node, index, above, why)
+            return None
+        return self._through(number, name, inputs)
+
+    def _through(self, number: _PartOfSum, name: str, inputs: list[Edge]) -> _PartOfSum | None:
+        """Return the one number that a node takes; None where it takes several, or ends there.
+
+        Args:
+            number: that the node gives.
+            name: of the node.
+            inputs: of the node.
+        """
+        above = number.above
+        way = NODES.get(name, UNKNOWN).scalar
+        if way != OPAQUE and len(inputs) > 1 and name not in PRODUCTS:
+            for edge in inputs:
+                (self._scalar if elements(*edge) == 1 else self._vector)(*edge, above)
+            return None
+        is_number = way != OPAQUE and bool(inputs) and elements(*inputs[0]) == 1
+        # a tensor of one element: losses that were added to `zeros(1)`, or a micro-batch of one item?
+        has_shape = is_number and way == TERM and bool(_shape(*inputs[0]))
+        if has_shape and self._are_made_of_scalars(inputs, above, opaque=False):
+            return None
+        if not is_number or has_shape:
+            self._end(number.node, number.index, above, name, inputs)
+            return None
+        multiple = _number(number.node) if name in MULTIPLES else None
+        if multiple is not None:
+            above = *above, Number(name, multiple, _line_of_number(number.node))
+        return _PartOfSum(*inputs[0], above)
 
     def _end(self, node: Any, index: int, above: Numbers, name: str, inputs: list[Edge]) -> None:
         reduction = getattr(node, "_saved_reduction", None)
@@ -807,7 +857,7 @@ class Reader:
             if row.below == WEIGHTED:
                 weighted = True
                 found.outside = len(found.inner)
-            if name in ("Div", "Mul"):
+            if name in MULTIPLES:
                 number = _number(node)
                 found.sampled = found.sampled or number is None
                 found.numbers_below += [] if number is None else [(name, number)]

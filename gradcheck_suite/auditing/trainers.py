@@ -47,9 +47,8 @@ def trainer_on_the_stack() -> tuple[str | None, int | None, float | None]:
         if (configured := TRAINERS.get(name)) is not None and (
             owner := frame.f_locals.get("self")
         ) is not None:
-            with contextlib.suppress(
-                AttributeError
-            ):  # another class of that module, or another release
+            # another class of that module, or another release
+            with contextlib.suppress(AttributeError):
                 steps = configured(owner)
                 trainer = name.removeprefix("pytorch_")
         elif name == "torch.amp.grad_scaler" and scale is None:

@@ -8,7 +8,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, product
 
 import numpy as np
 
@@ -74,18 +74,23 @@ class WindowReadings:
         return len({index for _, index in self.coefficients})
 
     @property
+    def places(self) -> set[Place]:
+        """Where its passes were called."""
+        return {self.window.passes[index].site for _, index in self.coefficients}
+
+    @property
     def is_right(self) -> bool:
         """Whether the losses weigh their items rightly with the coefficients of the passes, as far
         as all are read.
         """
         found = reading_weights.objectives(self.readings[-1], {})
-        terms = [
-            t for _, i in self.coefficients for r in self.window.passes[i].records for t in r.terms
-        ]
+        passes = [self.window.passes[index] for _, index in self.coefficients]
+        records = chain.from_iterable(seen.records for seen in passes)
+        terms = chain.from_iterable(record.terms for record in records)
         return (
             _are_right(found)
-            and not any(t.opaque for t in terms)
-            and all(len(o.parts) > 1 for o in found)
+            and not any(term.opaque for term in terms)
+            and all(len(objective.parts) > 1 for objective in found)
         )
 
     def taken_out(self, found: Sequence[ComparedObjective]) -> float:
@@ -95,6 +100,7 @@ class WindowReadings:
         part = found[0].parts[0]
         scale = self.window.step.scale or 1.0
         factor = part.coefficient * scale / self.coefficients[part.source]
+        # rounded, since factors of several windows are counted as the same
         return float(f"{factor:.6g}")
 
 
@@ -144,8 +150,10 @@ def judge_weights(
     """
     result = WeightVerdict()
     found_in = _objectives(pending, (typical_k, ranks))
-    uses = Uses()
+    uses = ObjectiveUses()
     for one, found in zip(pending, found_in, strict=True):
+        # a loss that goes backward twice explains the weights of its window: they are not judged
+        # beside it
         if _judge_losses(one, result):
             continue
         unreadable, partial = _note_unknown(one, found, result, name_of)
@@ -153,9 +161,11 @@ def judge_weights(
             result.steps.add(one.window.number)
         for use in _uses(one, found):
             uses.take(use, result.notes, is_scaled=one.scaled)
+    # a loss that is right in some window has no coefficient of its own
     shown = {objective.key for objective in chain.from_iterable(found_in) if objective.right()}
     for key, several in uses.unequal.items():
         unnamed = [use.objective for use in several if use.objective.named is None]
+        # named once over all windows: one window may be explained by many rules
         general = _named(unnamed) if unnamed else None
         result.violations += [_of_unequal(use, general, is_shown=key in shown) for use in several]
     for scale in scales(uses.equal, ranks, declared_k, result.notes):
@@ -165,7 +175,7 @@ def judge_weights(
 
 
 @dataclass
-class Uses:
+class ObjectiveUses:
     """The objectives of an optimizer's windows.
 
     Attributes:
@@ -250,7 +260,7 @@ def _objectives_of(
     shares = {1 / (divisor or one.length) for divisor in (one.length, *divisors)} - {1.0}
     totals = set(chain.from_iterable(objective.coefficients.values() for objective in found[0]))
     is_part = any(near(one.factor, share, 1e-5) for share in shares.union(taken_out))
-    is_divided_again = any(near(total, share, 1e-5) for total in totals for share in shares)
+    is_divided_again = any(near(*pair, 1e-5) for pair in product(totals, shares))
     takes_out = len(found) > 1 and any(map(_weighs_one, found[0]))
     is_weight = is_part or is_divided_again or takes_out or _are_right(found[0])
     return found[0] if is_weight else found[-1]
@@ -302,11 +312,13 @@ def _has_unequal_replays(one: WindowReadings) -> Sighting | None:
     for rank, index in sorted(one.coefficients):
         record = one.window.passes[index].records[rank]
         partial = [term for term in record.terms if term.partial and not term.opaque]
+        # a term with a gradient to all its items beside it can be compared as usual
         if len(partial) != len(record.terms):
             return None
         for term in partial:
             whole = (term.weight or 0.0) * term.counts.get(term.own, 0.0)
             weights[term.expression].append(whole * one.coefficients[rank, index])
+    # passes of several lines have losses of their own
     if len({one.window.passes[index].site for _, index in one.coefficients}) != 1:
         return None
     for found in weights.values():
@@ -486,6 +498,7 @@ def violation_of(
     fault: StepFault, window: StepWindow, where: Place, parameter: str | None = None
 ) -> Violation:
     """Return the violation that a fault of a window is."""
+    # a remedy may name the trainer's own option
     package = (window.step.trainer or "").partition(".")[0]
     loss = place_of_loss(window, where)
     line = fault.change.line if fault.change else None
@@ -535,6 +548,7 @@ def _rows(objective: ComparedObjective, count: str, expected: float) -> tuple[We
         Weight(
             micro_batch=order[part.source[1]],
             where=objective.place.line,
+            # a micro-batch's own reading may lack the count by which the others are compared
             count=part.term.counts.get(count, part.term.counts[part.term.own]),
             expected=expected,
             observed=weight,
@@ -550,6 +564,7 @@ def _of_weights(fault: StepFault, use: ObjectiveInWindow, rows: tuple[Weight, ..
     are right.
     """
     error = max(
+        # a micro-batch without items has no weight that could be off
         (abs(row.observed / row.expected - 1) for row in rows if row.count and row.expected),
         default=0.0,
     )
@@ -577,6 +592,7 @@ def _division(fault: StepFault, use: ObjectiveInWindow, loss: str) -> Change | N
     if use.alone:
         return None  # others, which are right, may share it
     lines = set(chain.from_iterable(part.term.divisions for part in use.objective.parts))
+    # of several lines it is not known which one divides by the wrong number
     if len(lines) != 1 or lines == {loss} or OF_OTHER_LINES & {fault.name, *fault.causes}:
         return None
     return None if fault.name == "tail-leak" else Change("division", [*lines])
@@ -626,6 +642,7 @@ def _beside_empty(objective: ComparedObjective, window: StepWindow) -> ComparedO
     if objective.status == UNEQUAL or objective.right() or not first.mean or not empty:
         return objective
     mass = objective.weights[0] * first.counts.get(first.own, 0.0)
+    # only a mean over all micro-batches, those without items among them, lacks their share
     if not near(mass * (len(objective.parts) + empty), 1.0, objective.tolerance):
         return objective
     return replace(objective, status=UNEQUAL, named=Diagnosis(MEAN_OF_MEANS, ""))
@@ -635,12 +652,12 @@ def _empty(objective: ComparedObjective, window: StepWindow) -> set[Source]:
     """Return the passes of an objective's lines that have no items, and so nothing of it."""
     own = {part.source for part in objective.parts}
     places = {window.passes[index].records[rank].place for rank, index in own}
-    return {
-        (rank, index)
-        for index, seen in window.passes.items()
-        for rank, record in enumerate(seen.records)
-        if record.place in places and any(map(reading_weights.is_empty, record.terms))
-    } - own
+    empty = set[Source]()
+    for index, seen in window.passes.items():
+        for rank, record in enumerate(seen.records):
+            if record.place in places and any(map(reading_weights.is_empty, record.terms)):
+                empty.add((rank, index))
+    return empty - own
 
 
 @dataclass(frozen=True)
@@ -677,6 +694,7 @@ def _are_ramps(found: Sequence[Weights]) -> bool:
     for w in found:
         steps += map(float, np.diff(w.per_mean))
     largest = max(float(np.abs(w.per_mean).max()) for w in found)
+    # of several ranks, neighbours in the row are not neighbours in time
     is_known = len(steps) >= FEWEST_NUMBERS and not any(w.owners for w in found)
     tolerance = max(w.tolerance for w in found)
     return is_known and min(map(abs, steps)) > tolerance and np.ptp(steps) <= tolerance * largest
@@ -715,16 +733,11 @@ def _named(objectives: Sequence[ComparedObjective]) -> Diagnosis:
         np.abs(w.observed - np.median(w.observed)) <= w.tolerance * np.median(w.observed)
         for w in found
     ]
+    # most micro-batches agree in every window
     if all(2 * same.sum() > len(same) for same in usual):
         # a special case for the first or the last micro-batch, a loss scale, a coefficient
         return Diagnosis("weighted-by-place", said, causes=("sign",) if observed.min() < 0 else ())
-    # with one coefficient of each pass, each loss went backward once, and the running sum is not
-    # rescaled
-    summed = all(
-        near(p.coefficient, one.parts[0].coefficient, one.tolerance)
-        for one in objectives
-        for p in one.parts
-    )
+    summed = all(map(_is_summed, objectives))
     pattern = next((one for one in PATTERNS if summed and one.holds(found)), None)
     if pattern is not None:
         return Diagnosis(pattern.name, f"{pattern.says}: {said}")
@@ -732,6 +745,15 @@ def _named(objectives: Sequence[ComparedObjective]) -> Diagnosis:
         found[0], found[1:], only=FAULTS.keys() - OF_ACCUMULATION if summed else FAULTS.keys()
     )
     return Diagnosis(named.name, said) if names_nothing(named) else named
+
+
+def _is_summed(objective: ComparedObjective) -> bool:
+    """Return whether each pass has one coefficient.
+
+    Each loss went backward once then, and the running sum is not rescaled.
+    """
+    coefficients = [part.coefficient for part in objective.parts]
+    return all(near(one, coefficients[0], objective.tolerance) for one in coefficients)
 
 
 def _weights(objective: ComparedObjective, count: str, empty: Collection[Source] = ()) -> Weights:

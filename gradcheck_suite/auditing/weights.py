@@ -182,11 +182,14 @@ def compare_terms(parts: Sequence[LossInWindow], key: Key = ()) -> ComparedObjec
     levels = [_levels(part.term, with_factor=with_factor) for part in parts]
     best: ComparedObjective | None = None
     faults: list[ComparedObjective] = []
+    # means of unequal counts are unequal outside, and may be equal below: each level is compared
     for depth in range(min(map(len, levels))):
         weights = [
             level[depth][0] * part.coefficient for level, part in zip(levels, parts, strict=True)
         ]
         weights = with_common_sign(weights)
+        # the term's own way of counting comes first, then by name, so that the choice is the same
+        # each time
         names = sorted(
             set.intersection(*(set(level[depth][1]) for level in levels)),
             key=lambda n: (n != own, n),
@@ -201,6 +204,7 @@ def compare_terms(parts: Sequence[LossInWindow], key: Key = ()) -> ComparedObjec
                 weights[0],
                 counts,
             )
+            # a count of an inner level is another number than that of the same name outside
             at = "" if best.counts is counts else f"@{depth}"
             found = {name + at: weights[0] * sum(count) for name, count in counts.items()}
             best = replace(best, coefficients={**best.coefficients, **found})
@@ -285,6 +289,7 @@ def coefficient(w: Weights) -> float:
     A micro-batch whose sign is flipped takes nothing from C.
     """
     whole = float(np.abs(w.per_mean).mean()) * len(w.window) if w.inside else 0.0
+    # an item that weighs one over the count shows that the loss has no other coefficient
     own = any(near(ratio, 1.0, 1e-3) for ratio in w.ratio) or near(
         whole, w.accumulation_steps, 1e-3
     )
@@ -351,6 +356,7 @@ def _plain(terms: Sequence[Term]) -> Term:
 
 def _as_chunks(plain: Term, terms: Sequence[Term]) -> Term | None:
     """Return chunks of one batch as one term."""
+    # chunks share one reduction: their weights differ by rounding alone
     if spread(_weights_of(terms)) > 1e-6:
         return None
     items = [term.item for term in terms if term.item is not None]
@@ -363,6 +369,7 @@ def _as_chunks(plain: Term, terms: Sequence[Term]) -> Term | None:
 
 def _as_blend(plain: Term, terms: Sequence[Term]) -> Term | None:
     """Return terms over the same items as one."""
+    # the terms of mixup are each over all items: other counts are of other items
     if any(term.counts != terms[0].counts for term in terms):
         return None
     return replace(plain, weight=sum(_weights_of(terms)))
@@ -387,6 +394,7 @@ def is_read(term: Term) -> bool:
         term.opaque
         or term.partial
         or not term.weight
+        # NaN, as of a mean over no items
         or term.weight != term.weight
         or is_empty(term)
     )
@@ -434,6 +442,7 @@ def _in_modes(
     for mode in _modes_of(by_pass, numbers):
         table = {source: _merged(mode, terms) for source, terms in by_pass.items()}
         columns = set(map(len, table.values()))
+        # where passes have different numbers of terms, the k-th of one is not the k-th of another
         if len(columns) != 1 or 0 in columns:
             continue
         found[mode] = [
@@ -531,8 +540,10 @@ def _together(several: Sequence[ComparedObjective]) -> ComparedObjective | None:
     parts = list[LossInWindow]()
     for one in several:
         parts += one.parts
+    # both in one pass: they are two losses, and not one that was written twice
     if len({part.source for part in parts}) != len(parts):
         return None
+    # any of them, but the same one each time
     place = min((one.place for one in several), key=str)
     return compare_terms(parts, (place, several[0].key[1], ACROSS_SITES, 0))
 
@@ -547,9 +558,11 @@ def best_modes(readings: Sequence[Sequence[Reading]]) -> dict[Key, list[str]]:
             for mode in MODES:
                 found = [reading[top].get(mode, ()) for reading in alternatives if top in reading]
                 costs = [
+                    # a reading that does not apply is worse than any fault
                     sum(one.cost for one in several) / len(several) if several else 5.0
                     for several in found
                 ]
+                # a mean weight fits nearly anything: another mode that fits as well goes before it
                 further = 0.5 if mode == BATCH else 0.0
                 fits[top][mode] += min(costs) + further  # type: ignore[assignment]
     return {key: sorted(MODES, key=costs.__getitem__) for key, costs in fits.items()}

@@ -142,6 +142,7 @@ class _Tensors(ast.NodeTransformer):
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
         self.generic_visit(node)
+        # `and` and `or` ask a tensor for its truth, `&` and `|` compute with it
         return _joined(node.values, ast.BitAnd() if isinstance(node.op, ast.And) else ast.BitOr())
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
@@ -253,6 +254,7 @@ def _refuse_changing_hooks(
     wanted = [p for p in model.parameters() if p.requires_grad]
 
     def gradient() -> list[torch.Tensor]:
+        # the program's own gradients, which are put back below
         kept = [p.grad for p in wanted]
         for p in wanted:
             p.grad = None
@@ -297,6 +299,7 @@ def custom_code_of(
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise BridgeError(f"the parameter {name!r} has a gradient hook: {_ADVICE}")
     recorder = _HookRecorder()
+    # the caller may have gradients off, and hooks are registered only where there are some
     with restored(model), recorder, torch.enable_grad():
         value = loss(model, map_leaves(torch.clone, batch))
     if recorder.hooked:
@@ -656,10 +659,9 @@ def _operations_listed_once() -> Iterator[None]:
         yield
 
 
-# run_decompositions drops no_grad regions (torch 2.13); not reported upstream as far as known
 def _stop_gradients_without_grad(graph_module: fx.GraphModule) -> None:
-    """Detach the arguments of every operation inside a `no_grad` region: decomposition drops such
-    regions.
+    """Detach the arguments of every operation inside a `no_grad` region: `run_decompositions` drops
+    such regions (torch 2.13); not reported upstream as far as known.
     """
     for node in list(graph_module.graph.nodes):
         # the first argument says whether gradients are on in the region

@@ -506,9 +506,8 @@ class _FunctionModule(nn.Module):
         """Return the outputs of floating point that are differentiable."""
         leaves = list(self._leaves)
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):
-            leaves[int(name.removeprefix("argument_"))] = (
-                tensor.clone()
-            )  # the function may write to it
+            # the function may write to it
+            leaves[int(name.removeprefix("argument_"))] = tensor.clone()
         return real_results(self.kind.apply(*pytree.tree_unflatten(leaves, self._spec)))
 
 

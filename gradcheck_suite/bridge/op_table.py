@@ -205,7 +205,7 @@ def _over(high: Any, low: Any) -> Any:
         return high
     if is_float(high):
         return jnp.promote_types(high, jnp.complex64) if is_complex(low) else high
-    # a category above that of the first operands takes the dtype of the lower ones
+    # an operand of a higher category decides, though its priority is lower
     if high == jnp.bool_ or is_inexact(low):
         return jnp.promote_types(high, low) if not is_inexact(low) else low
     return high
@@ -279,10 +279,10 @@ def to_array(tensor: torch.Tensor) -> Array:
     """Return a copy of a torch tensor's values as a JAX array of the same dtype."""
     # a conjugate or a negative may be a bit of the view, which numpy does not know
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
-    # `jnp.array` would compile a copy for every shape
     # numpy has no bfloat16 of its own, so torch hands none over
     if tensor.dtype is torch.bfloat16:
         return jax.device_put(tensor.to(torch.float32).numpy().astype(jnp.bfloat16))
+    # `jnp.array` would compile a copy for every shape
     return jax.device_put(np.array(tensor.numpy(force=True)))
 
 

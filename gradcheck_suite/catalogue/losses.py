@@ -505,9 +505,9 @@ def _weighted_cross_entropy_items(options: Options, out: jax.Array, batch: Argum
 def _with_z_loss(
     options: Options, out: torch.Tensor, batch: Tensors, reduction: str
 ) -> torch.Tensor:
-    """Return the cross entropy and the penalty on log(Z)^2 of A. Chowdhery et al.
+    """Return the cross entropy and a penalty on log(Z)^2, Z the sum of the exponentials.
 
-    2022 (PaLM), section 5.
+    Source: A. Chowdhery et al., PaLM (2022), section 5.
     """
     logits = rows(out)
     target = batch["target"].flatten()
@@ -533,9 +533,9 @@ def _with_z_loss_items(options: Options, out: jax.Array, batch: Arguments) -> ja
 def _distillation(
     options: Options, out: torch.Tensor, batch: Tensors, reduction: str
 ) -> torch.Tensor:
-    """Return the cross entropy and the divergence from a teacher of G. Hinton et al.
+    """Return the cross entropy and the divergence from a teacher's probabilities.
 
-    2015, section 2.
+    Source: G. Hinton et al., Distilling the knowledge in a neural network (2015), section 2.
     """
     student = rows(out)
     teacher = rows(batch["other"])

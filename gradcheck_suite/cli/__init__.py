@@ -216,9 +216,8 @@ def run(argv: Sequence[str], program: CommandLine = PROGRAM) -> int:
         # argparse ends by `SystemExit` itself; after it, only the code under test does
         if parsed:
             return _ended(called, f"sys.exit({error.code!r})")
-        return (
-            error.code if isinstance(error.code, int) else exit_status.HOLDS
-        )  # --help and --version
+        # --help and --version
+        return error.code if isinstance(error.code, int) else exit_status.HOLDS
     except KeyboardInterrupt:
         return _fail(called, "interrupted", exit_status.INTERRUPTED)
     except BrokenPipeError:

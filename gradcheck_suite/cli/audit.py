@@ -147,9 +147,8 @@ def add_arguments(parser: parsers.Parser) -> None:
         metavar="ARGS",
         help=argparse.SUPPRESS,
     )
-    rest.required = (
-        False  # before Python 3.12 argparse asks for them too, where the script is missing
-    )
+    # before Python 3.12 argparse asks for them too, where the script is missing
+    rest.required = False
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -175,10 +175,8 @@ def resolve_loop(text: str, framework: str | None = None) -> Loop:
     """
     if ":" not in text:
         return _built_in(text)
-    from gradcheck_suite.run.torch_state import (
-        BY_IMPORT,
-        changes_undone,
-    )  # imports torch, which takes a second
+    # imports torch, which takes a second
+    from gradcheck_suite.run.torch_state import BY_IMPORT, changes_undone
 
     with changes_undone() as changed:
         loop, module = _find(text, "a loop")
@@ -372,11 +370,23 @@ def _import_module(name: str) -> ModuleType:
             f"cannot import {name}{_line_in(error, None)}: {one_line(error)}"
         ) from None
     if found is None:
-        hint = f" (did you mean {name}.py:NAME?)" if Path(f"{name}.py").is_file() else ""
         raise UsageError(
-            f"there is no module {name!r} on Python's path or in the working directory{hint}"
+            f"there is no module {name!r} on Python's path or in the working directory"
+            f"{_hint_on(name)}"
         )
     return _guarded(lambda: importlib.import_module(name), name, found.origin)
+
+
+def _hint_on(name: str) -> str:
+    """Return where a module that is not found may be; empty where nothing has its name."""
+    if Path(f"{name}.py").is_file():
+        return f" (did you mean {name}.py:NAME?)"
+    inside = Path("src", *name.split("."))
+    if inside.is_dir() or inside.with_suffix(".py").is_file():
+        return (
+            '; it is in src: set pythonpath = ["src"] in [tool.gradcheck-suite] of pyproject.toml'
+        )
+    return ""
 
 
 def _guarded(load: Callable[[], Any], shown: str, file: str | None) -> Any:

@@ -87,9 +87,8 @@ class Shards:
         """Note a shard's exit status, and put its folder in place in one step."""
         partial = self.partial_place(number)
         (partial / STATUS).write_text(f"{status}\n")
-        shutil.rmtree(
-            self.place(number), ignore_errors=True
-        )  # where it is, it failed or a file of it was cut short
+        # where it is, it failed or a file of it was cut short
+        shutil.rmtree(self.place(number), ignore_errors=True)
         # atomic on one file system: a folder without the suffix is complete
         partial.rename(self.place(number))
 

@@ -20,7 +20,7 @@ from gradcheck_suite.cli.waiting import IMPORTS, waiting
 from gradcheck_suite.core.contract import Problem, is_jax
 from gradcheck_suite.core.options import VerifyOptions, options_of
 from gradcheck_suite.core.records import KINDS, append_record, write_document
-from gradcheck_suite.core.text import aligned
+from gradcheck_suite.core.text import aligned, say
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.loops.trainers import PACKAGES, TRAINERS, Trainer
 from gradcheck_suite.run import environment
@@ -97,10 +97,10 @@ def run(arguments: Namespace) -> int:
     on = _devices(trainers)
     asked = f"up to {arguments.examples} cases for each question, seed {arguments.seed}, {on}"
     if not arguments.quiet:
-        print(f"{about_what}: {asked}", flush=True)
+        say([f"{about_what}: {asked}"])
     answers = _asked(arguments, trainers, problem, about)
     if not arguments.quiet:
-        print("\n".join(closing(answers)), flush=True)
+        say(closing(answers))
     return exit_status.HOLDS if arguments.exit_zero else _status(answers)
 
 

@@ -627,8 +627,8 @@ def _check_programs(done: _Run, *, is_last: bool) -> Result:
     with waiting("XLA checks JAX's derivatives as numpy evaluates them") as show:
         checks = checked_programs(
             lambda left: show(
-                "XLA checks JAX's derivatives as numpy evaluates them, of"
-                f" {counted(left, 'program')} more"
+                "XLA checks JAX's derivatives as numpy evaluates them:"
+                f" {counted(left, 'program')} left"
             )
         )
     # the differences of all loops' programs are collected here, so they stand with the last result

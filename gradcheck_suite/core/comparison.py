@@ -268,9 +268,8 @@ def student_factor(draws: int = DRAWS) -> float:
     unknown variance. The ratio of a normal variable to the root mean square of D others has
     Student's distribution with D degrees of freedom.
     """
-    from scipy.special import (
-        stdtrit,
-    )  # its import takes a third of a second, and most gradients need no such bound
+    # its import takes a third of a second, and most gradients need no such bound
+    from scipy.special import stdtrit
 
     return -float(stdtrit(draws, FALSE_ALARM / 2))
 
@@ -343,7 +342,7 @@ def likely_bound(mean_square: Vector) -> Vector:
     Args:
         mean_square: (P,), the mean over any number of draws of the squared deviations.
     """
-    from scipy.special import ndtri  # as above
+    from scipy.special import ndtri  # an import that takes a third of a second
 
     return -float(ndtri(FALSE_ALARM / 2)) * np.sqrt(_finite(mean_square))
 

@@ -128,7 +128,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
 def expect_writable_folder(folder: Path, what: str) -> None:
     """Raise `UsageError` where files could not be written into a folder, which may not exist yet.
 
-    Leaves no trace.
+    What is written to find that out is removed.
 
     Args:
         folder: to be written into, made with its parents when that happens.

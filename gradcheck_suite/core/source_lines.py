@@ -379,7 +379,8 @@ def places_source(places: Mapping[str, str | None], folder: Path) -> dict[str, A
         where, _, line = (place or "").rpartition(" < ")[2].rpartition(":")
         if line.isdigit() and where == (file or where):
             file = where
-            marks.setdefault(int(line), name)
+            before = marks.get(int(line))
+            marks[int(line)] = name if before is None else f"{before}, {name}"
     try:
         lines = (folder / file).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):

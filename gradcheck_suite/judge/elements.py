@@ -466,8 +466,8 @@ def _partial_text(
     name: str, expected: Array, observed: Array, allowed: Array, off: npt.NDArray[np.bool_]
 ) -> str:
     where = f"at {[tuple(map(int, index)) for index in np.argwhere(off)[:3]]}"
-    # the last axis that explains all wrong elements is named, which the loop over reversed axes
-    # leaves in `where`
+    # the first axis that explains all wrong elements is named: axes are tried from the last one on,
+    # and `where` keeps what was found last
     for axis in reversed(range(off.ndim if off.ndim > 1 else 0)):
         wrong, there = (
             np.moveaxis(mask, axis, 0).reshape(off.shape[axis], -1) for mask in (off, expected != 0)

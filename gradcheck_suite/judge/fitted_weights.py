@@ -488,19 +488,23 @@ def _diagnosed(
         if weights.is_right:
             return None
         diagnosis = diagnose(weights, _steps_before(weights))
-        read = [j for j in members if j not in template.unread]
         wrong = np.abs(observed - right * gradients[inside].sum(axis=0)) > allowed
-        # how many unknowns the wrong elements alone decide: more wrong elements than that are a
-        # check of the fit
-        told_by_wrong = _rank(gradients[members]) - _rank(gradients[members][:, ~wrong])
-        spare = _has_more_elements(gradients[members][:, wrong], told_by_wrong)
+        read = [j for j in members if j not in template.unread]
         # two of the window's weights that fit one pattern are no coincidence; one number may be
         # anything, and so may the weights of other windows
-        telling = spare or (members is inside and (len(read) > 1 or _is_named(weights, read)))
-        if telling and not names_nothing(diagnosis):
-            return diagnosis
-        break
+        is_told = members is inside and (len(read) > 1 or _is_named(weights, read))
+        if names_nothing(diagnosis) or not (_is_checked(gradients[members], wrong) or is_told):
+            break
+        return diagnosis
     return _by_trial(template, gradients, observed, allowed)
+
+
+def _is_checked(gradients: Rows, wrong: npt.NDArray[np.bool_]) -> bool:
+    """Return whether a fit of micro-batches' gradients has more wrong elements than the unknowns
+    that they decide: those left over check it.
+    """
+    decided = _rank(gradients) - _rank(gradients[:, ~wrong])
+    return _has_more_elements(gradients[:, wrong], decided)
 
 
 def _rank(gradients: Rows) -> int:

@@ -718,18 +718,7 @@ def explain_gradient(e: Evidence) -> Diagnosis:
         return replace(SKIPPED, details=numbers)
     diagnosis = on_probe or not_linear(f"{RIGHT_ON_PROBE}: it is {e.place}")
     if diagnosis.name in UNNAMED:
-        # a stolen buffer changes gradients by the reset mode, and looks like wrong weights of
-        # single parameters
-        on_case = stolen_buffer(e.instance) or explain_on_case(e)
-        # weights that no fault gives under two plans fit one on a small case by chance
-        by_chance = (
-            (diagnosis.name == "unrecognised-weights" or diagnosis.refutes_weights)
-            and on_case is not None
-            and is_of_weights(on_case.name)
-        )
-        refutes_weights = diagnosis.refutes_weights
-        diagnosis = diagnosis if on_case is None or by_chance else on_case
-        diagnosis = replace(diagnosis, refutes_weights=refutes_weights)
+        diagnosis = _read_on_case(e, diagnosis)
         # what was read off the same case in float64 is chance where the case itself does not repeat
         e.runner.runs_left = max(e.runner.runs_left, 1)
     if on_probe is None and diagnosis.names & NOT_BY_VALUES:
@@ -742,6 +731,20 @@ def explain_gradient(e: Evidence) -> Diagnosis:
         diagnosis = explain_foreign(e, diagnosis)
     diagnosis = e.confirmed(diagnosis)
     return replace(diagnosis, details=numbers + diagnosis.details)
+
+
+def _read_on_case(e: Evidence, diagnosis: Diagnosis) -> Diagnosis:
+    """Return what the case itself shows where the probes name no fault, else their diagnosis."""
+    # a stolen buffer changes gradients by the reset mode, and looks like wrong weights of single
+    # parameters
+    on_case = stolen_buffer(e.instance) or explain_on_case(e)
+    if on_case is None:
+        return diagnosis
+    refuted = diagnosis.name == "unrecognised-weights" or diagnosis.refutes_weights
+    # weights that no fault gives under two plans fit one on a small case by chance
+    if refuted and is_of_weights(on_case.name):
+        return diagnosis
+    return replace(on_case, refutes_weights=diagnosis.refutes_weights)
 
 
 def _worst_element(comparison: Comparison) -> str:
@@ -788,9 +791,9 @@ def _diagnosis_of_ranks(e: Evidence) -> Diagnosis | None:
 
 
 def _of_whole_window(e: Evidence) -> Diagnosis | None:
-    """Name the fault of a wrong gradient of an objective that is a function of the whole window.
+    """Name the fault of a wrong gradient where the objective is a function of the whole window.
 
-    Else None.
+    Return None where it is a sum over items.
     """
     if e.instance.problem.reduction != "batch":
         return None
@@ -888,9 +891,20 @@ def _on_probe(e: Evidence, probe: WeightProbe, *, or_another: bool = False) -> D
     weights = None if read is None else _of_summed_losses(probe, read.observed, e.instance)
     if weights is None or is_explained(window, comparison, weights):
         return explain_weights(run, step, runner)
-    if or_another:
-        return None
-    # chance, other inputs, or a second fault
+    return None if or_another else _not_by_probe(e, run, weights)
+
+
+def _not_by_probe(e: Evidence, run: ProbeRun, weights: Vector) -> Diagnosis:
+    """Name the fault where the weights of a probe do not give the gradient of the case: chance,
+    other inputs, or a second fault.
+
+    Args:
+        e: the evidence of the wrong gradient.
+        run: the loop's run on the probe.
+        weights: what the probe shows, as weights of the case's items.
+    """
+    window = e.window
+    comparison = e.comparison
     if found := combined_elements(window, comparison) or e.of_inputs:
         return replace(found, refutes_weights=True)
     here = e.of_weights
@@ -899,7 +913,7 @@ def _on_probe(e: Evidence, probe: WeightProbe, *, or_another: bool = False) -> D
         WHILE_RIGHT in here.sentence or here.names & OF_ELEMENTS or not e.calls[0].called
     ):
         return here
-    found = explain_weights(run, step, runner)
+    found = explain_weights(run, e.step, e.runner)
     wrong, others = wrong_and_right(comparison)
     # the same weights, in some parameters alone: they are frozen, clipped or reset by group
     if others and is_explained(window, comparison, weights, only=wrong):

@@ -198,9 +198,11 @@ def _grouped_text(w: Weights, wrong: Steps) -> str:
 
 
 def _other_counts(w: Weights) -> Iterator[tuple[str, Array, float | None]]:
-    """Yield what means may be weighted by in place of counts, the numbers, and over what.
+    """Yield what means may be weighted by in place of their counts.
 
-    None for anything.
+    Yields:
+        What it is in words, the number of each micro-batch, and what these are divided by; None
+        where that may be anything.
     """
     own = _counts_inside(w)
     count = w.window_count

@@ -222,9 +222,8 @@ def explain_inputs(
 def _passes(
     sent: Sequence[list[LossCall]], of_ranks: Sequence[list[int]]
 ) -> Iterator[list[LossCall]]:
-    """Yield which of the losses that ranks sent backward may have made the gradient.
-
-    All of them first.
+    """Yield the losses that may have made the gradient: all that ranks sent backward, then parts of
+    these.
     """
     yield list(chain.from_iterable(sent))
     # how often each rank sent its part of the window, and how many losses are left over

@@ -103,7 +103,7 @@ def is_linear(observed: Vector, with_small_loss: Vector, tolerance: float = EXAC
 def size_text(elements: Vector) -> str:
     """Return the sizes of some elements, from the smallest to the largest.
 
-    Of one, with its sign.
+    A single element has its sign.
     """
     low, high = (f"{size:.3g}" for size in (np.abs(elements).min(), np.abs(elements).max()))
     return (

@@ -163,7 +163,7 @@ def _has_missing_steps(run: HeldSteps) -> bool:
 def _cut_elsewhere(run: HeldSteps) -> bool:
     """Whether steps hold micro-batches in the loader's order, none twice.
 
-    The rest after an epoch's last may miss.
+    The micro-batches after an epoch's last step may be missing.
     """
     steps = run.in_turns
     end = len(run.turns)
@@ -255,9 +255,8 @@ def _dropped_text(run: HeldSteps) -> str:
 
 
 def _epochs_without_tail(run: HeldSteps) -> list[int]:
-    """Return the epochs that lack the steps of their short windows, where nothing else is wrong.
-
-    Empty otherwise.
+    """Return the epochs that lack the steps of their short windows; none where something else is
+    wrong, too.
     """
     found: list[int] = []
     rest = run.held if run.tail else []

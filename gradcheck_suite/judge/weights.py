@@ -203,9 +203,8 @@ class Diagnosis:
         return names_of(self.name)
 
     def explanation(self, *, jax: bool = False) -> str:
-        """Return what the loop did and what to do, in the words of PyTorch or of JAX.
-
-        Empty without a name.
+        """Return what the loop did and what to do, in the words of PyTorch or of JAX; empty where
+        the fault has no name.
         """
         return (
             f"{self.sentence}{FIX}{remedy_of(self.name, self.causes, jax=jax)}"

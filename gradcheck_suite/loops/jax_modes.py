@@ -18,9 +18,8 @@ Sum = tuple[Any, Any]
 
 
 def summed_parts(run: JaxTrainingRun) -> tuple[Callable[..., Sum], Callable[..., Any]]:
-    """Return (params, batch) -> the gradient of the summed loss and the count.
-
-    (sum) -> the window's gradient.
+    """Return two functions: (params, batch) -> the gradient of the summed loss and the count; (the
+    sum of both over a window) -> the window's gradient.
     """
     import jax
     import jax.numpy as jnp

@@ -167,9 +167,8 @@ def between_forward_and_backward(run: TrainingRun) -> None:
     """Zero every gradient in place, between each window's first forward and its first backward."""
     for window in windows(run):
         total = window_count(run, window)
-        if (
-            not window
-        ):  # other ranks have micro-batches left, and add this one's gradients to theirs
+        # other ranks have micro-batches left, and add this one's gradients to theirs
+        if not window:
             zero_by_hand(list(run.model.parameters()), run.optimizer)
         for j, batch in enumerate(window):
             loss = part_of_window(run, batch, total)

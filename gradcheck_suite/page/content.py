@@ -299,6 +299,7 @@ class Report:
     @property
     def tabs(self) -> dict[str, str]:
         """The pages after the first one, in the order of their sections: key -> name."""
+        # the evidence stands behind the answers, whatever sections there are
         last = ["violations", "environment"] if self.violations else ["environment"]
         before = [section.tab for section in self.sections if section.tab not in last]
         return {tab: tab.capitalize() for tab in (*before, *last)}
@@ -321,6 +322,7 @@ def cell_text(value: Cell) -> str:
 def report_json(report: Report) -> dict[str, Any]:
     """Return the report as JSON-ready data, without the specifications of the plots."""
     data = _without_plots(asdict(report))
+    # pairs keep their order on the page; in JSON names are what a reader looks for
     environments = [dict(environment) for environment in report.environments]
     return {"schema": 2, **data, "environments": environments}
 

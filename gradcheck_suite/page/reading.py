@@ -120,6 +120,7 @@ class Part:
                 if self.missing
                 else None
             )
+        # texts that no command made have no run to name
         made_by = found.sources or (sources(newest) if self.kind in records.by_kind else ())
         # without a row a table knows no column
         tables = tuple(table for table in found.tables if table.columns)
@@ -201,6 +202,7 @@ def matrix_of(
 def environments(records: Iterable[Record]) -> tuple[Pairs, ...]:
     """Return each distinct environment as pairs of a name and a value."""
     return tuple(
+        # in the order in which they first appear
         dict.fromkeys(_pairs(record.environment) for record in records if record.environment)
     )
 

@@ -1,6 +1,5 @@
-"""A report put together from records: its answers first, then its sections.
-
-And what changed between two of them.
+"""A report put together from records: its answers first, then its sections; what
+changed between two of them.
 """
 
 from __future__ import annotations
@@ -69,9 +68,8 @@ def _judged_runs(records: Records) -> list[_Judged]:
 
 
 def own_verdicts(records: Records) -> tuple[HeadlineAnswer, ...]:
-    """Return the verdicts on loops and scripts, by commit, the worst first, and what changed.
-
-    Nothing without any.
+    """Return the answer on the project's loops and scripts: their verdicts by commit, the worst
+    first, and what has changed; no answer where nothing was judged.
     """
     found: dict[str, dict[str, Data]] = {}
     runs: dict[str, str] = {}

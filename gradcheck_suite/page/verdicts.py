@@ -201,14 +201,16 @@ def verdict_matrix(records: Sequence[Record], most: int | None = None) -> Matrix
     datas = [record.data for record in records]
     limited = most is not None
     loops = {str(data.get("loop", "?")) for data in datas}
+    # the modes of JAX are many and alike: a short matrix has one row for the worst of them
     together = loops & {*JAX_MODES} if limited else set()
     of_jax = f"{counted(len(together), 'mode')} of JAX"
     rows = _worst_of_each_place(datas, together, of_jax)
+    # a loop holds where no place of its row is violated or unjudged
     holding = {loop: all(map(_holds, row.values())) for loop, row in rows.items()}
     modes = {*MODES, *JAX_MODES, of_jax}
     order = sorted(
         rows,
-        # False comes before True: violated loops first, and in a short matrix the built-in modes
+        # False comes before True: in a short matrix the built-in modes first, then violated loops
         key=lambda loop: (limited and loop not in modes, holding[loop], loop not in modes),
     )
     shown = {loop: rows[loop] for loop in order[:most]}
@@ -240,6 +242,7 @@ def found_by(data: Data) -> list[str]:
 
 def disagreement_clause(datas: Sequence[Data]) -> str:
     """Return in how many gradients torch and JAX disagree, as a clause; empty if they agree."""
+    # several loops meet the same disagreement, which is counted once
     count = len(set(chain.from_iterable(map(found_by, datas))))
     return f"In {counted(count, 'gradient')} torch and JAX disagree" if count else ""
 
@@ -261,6 +264,7 @@ def place_order(place: tuple[str, str]) -> tuple[bool, int, tuple[str, str]]:
     lists them.
     """
     dtype, device = place
+    # a dtype of a later version comes last
     return device != "cpu", DTYPES.index(dtype) if dtype in DTYPES else len(DTYPES), place
 
 
@@ -296,6 +300,7 @@ def _judged_text(datas: Sequence[Data]) -> str:
 
 
 def _coverage(category: str, title: str, counts: Mapping[str, int], of: str) -> Figure:
+    # in the order of the table, the most frequent first
     shown = dict(list(counts.items())[:MOST_BARS])
     rest = f"; {len(counts) - MOST_BARS} more in the table" if len(counts) > MOST_BARS else ""
     return Figure(

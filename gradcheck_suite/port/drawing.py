@@ -141,9 +141,8 @@ def _whole_numbers(old: Array, rng: np.random.Generator, kind: str) -> Array:
         return rng.choice(old.reshape(-1), old.shape)
     kept = old != low
     is_padded = old.ndim > 1 and bool(kept.any()) and _is_one_sided(kept.reshape(rows.shape))
-    least = (
-        int(low) + is_padded
-    )  # ids that are padded with the smallest one stay so, at the same end
+    # ids that are padded with the smallest one stay so, at the same end
+    least = int(low) + is_padded
     new = (
         rng.choice([least, int(high)], old.shape)
         if kind == "ends"

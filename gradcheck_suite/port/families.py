@@ -310,7 +310,7 @@ def _by_position(top: _Top) -> Change:
 
 def _compared(call: OperationCall, top: _Top, off: float) -> bool:
     """Return what a comparison says of an element that is so far from the last one that is taken."""
-    # the comparison itself says it, for one element and the last one that is taken
+    # the recorded operation decides: `<` and `<=` differ where `off` is 0
     operands = [torch.tensor(off if ref == top.of else 0.0) for ref in call.args[:2]]
     return bool(call.op(*operands))
 
@@ -462,9 +462,8 @@ def _left_out(search: CauseSearch, index: int) -> Iterator[Hypothesis]:
             ):
                 cause = "missing-mask"
             yield Hypothesis(cause, words, {index: lambda c, a, k, g, r=ref: [g(r)]}, at=index)
-            if isinstance(ref.kind, int) and _adds_little(
-                calls[ref.kind]
-            ):  # the epsilon goes with what it is for
+            # the epsilon goes with what it is for
+            if isinstance(ref.kind, int) and _adds_little(calls[ref.kind]):
                 before = calls[ref.kind].args[0]
                 yield Hypothesis(
                     cause, words, {index: lambda c, a, k, g, b=before: [g(b)]}, at=index
@@ -1720,7 +1719,7 @@ def reordered(search: CauseSearch, ends: list[Ref]) -> FoundChange | None:
     last = [e.kind for e in ends if isinstance(e.kind, int)]
     moving = search.read_by(last, 6, lambda i: search.matching.status[i] is None)
     places = (*last, *moving)
-    mistaken = chain.from_iterable(family(search, i) for i in places for family in (ties, usual))
+    mistaken = chain.from_iterable(chain(ties(search, i), usual(search, i)) for i in places)
     best = best_explanation(mistaken, explains_half, search.budget)
     if best is None or (search.budget.stopped and not best.is_whole):
         best = best_explanation(_other_orders(search, ends), explains_all, search.budget)

@@ -351,17 +351,33 @@ def _producer(program: TorchProgram, run: TorchRun, ref: Ref, index: int) -> int
 
 def _with_more(program: TorchProgram) -> Iterator[Hypothesis]:
     """Yield that what torch detaches, or computes without gradients, has one."""
+    own = {i: c.op.start for i, c in enumerate(program.calls) if isinstance(c.op, OwnFunction)}
+    for i, start in own.items():
+        words = f"that of what its forward computes, not its backward ({program.calls[i].label})"
+        yield Hypothesis("missing-custom-gradient", words, _freed(start, i), at=i)
+    yield from _without_no_grad(program, own)
+    yield from _without_detach(program)
+
+
+def _freed(start: int, end: int) -> dict[int, Change]:
+    """Return the changes of calls that are made with gradients, whatever torch did."""
 
     def free(call: OperationCall, args: Any, kwargs: Any, get: Any) -> Any:
         with torch.enable_grad():
             return call.op(*args, **kwargs)
 
-    own = [(i, c.op) for i, c in enumerate(program.calls) if isinstance(c.op, OwnFunction)]
-    for i, op in own:
-        words = f"that of what its forward computes, not its backward ({program.calls[i].label})"
-        opened: dict[int, Change] = dict.fromkeys(range(op.start, i), free)
-        yield Hypothesis("missing-custom-gradient", words, opened, at=i)
-    forwards = set(chain.from_iterable(range(op.start, i) for i, op in own))
+    return dict.fromkeys(range(start, end), free)
+
+
+def _without_no_grad(program: TorchProgram, own: Mapping[int, int]) -> Iterator[Hypothesis]:
+    """Yield that calls in a row that torch makes under `no_grad` have a gradient.
+
+    Args:
+        program: of torch.
+        own: index of each call of a Function -> the first call of its forward, which torch itself
+            makes without gradients.
+    """
+    forwards = set(chain.from_iterable(range(start, i) for i, start in own.items()))
     words = "an extra gradient where torch has no_grad and the port no stop_gradient"
     start = None
     for i in range(len(program.calls) + 1):
@@ -369,12 +385,15 @@ def _with_more(program: TorchProgram) -> Iterator[Hypothesis]:
         if inside and start is None:
             start = i
         elif not inside and start is not None:
-            yield Hypothesis(
-                "missing-stop-gradient", words, dict.fromkeys(range(start, i), free), at=i - 1
-            )
+            yield Hypothesis("missing-stop-gradient", words, _freed(start, i), at=i - 1)
             start = None
+
+
+def _without_detach(program: TorchProgram) -> Iterator[Hypothesis]:
+    """Yield that what torch detaches has a gradient, alone or in place of another operand."""
     exchanged: dict[int, Change] = {}
-    for i in (i for i in sorted(program.needed) if program.calls[i].name == "detach"):
+    detached = [i for i in sorted(program.needed) if program.calls[i].name == "detach"]
+    for i in detached:
         words = "an extra gradient where torch detaches and the port has no stop_gradient"
         yield Hypothesis("missing-stop-gradient", words, {i: lambda c, a, k, g: [a[0]]}, at=i)
         change = _other_stopped(Ref(i, 0), program.calls[i].args[0])

@@ -114,6 +114,7 @@ def undo_float32_rounding(value: Array) -> tuple[Array, Array]:
     with np.errstate(all="ignore"):
         power = 10.0 ** (DIGITS - 1 - np.floor(np.log10(np.where(wide == 0, 1, np.abs(wide)))))
         short = np.round(wide * power) / power
+    # the decimal that gives exactly this number in the lower dtype is the one that was written
     plain = np.isfinite(short) & (short.astype(value.dtype) == value)
     return np.where(plain, short, wide), ~plain & np.isfinite(wide)
 
@@ -128,6 +129,8 @@ def rounding_table(value: Any) -> tuple[Array, Array | None]:
     """
     wide = np.asarray(value)
     low = wide if _is_low(wide) else wide.astype(np.float32)
+    # a float64 table all of whose numbers are float32's was computed there; of one number that is
+    # chance
     if not _is_low(wide) and not (wide.ndim and np.array_equal(low, wide)):
         return wide, None
     number, rounded = undo_float32_rounding(low)
@@ -141,6 +144,8 @@ def rounding_table(value: Any) -> tuple[Array, Array | None]:
         units += 2 * np.arange(number.shape[axis]).reshape(
             [-1 if d == axis else 1 for d in range(number.ndim)]
         )
+    # seeded by the size, so that each trace of a program has the same numbers and finds its
+    # compiled file
     sign = np.where(np.random.default_rng(number.size).random(number.shape) < 0.5, -1.0, 1.0)
     return number, units * largest * sign * rounded
 
@@ -276,6 +281,7 @@ class Interpreter:
         runs = []
         for i, branch in enumerate(eqn.params["branches"]):
             runs.append(self.run(*_open(branch), args, None if eps is None else eps[i]))
+        # `lax.cond` and `lax.switch` clamp the index as well
         index = jnp.clip(jnp.asarray(index, np.int32), 0, len(runs) - 1)
         each = zip(*[outs for outs, _ in runs], strict=True)
         outs = [jax.lax.select_n(index, *o) if len(o) > 1 else o[0] for o in each]
@@ -364,6 +370,7 @@ def _with_inner(closed: Any) -> Iterator[tuple[Any, list[Any]]]:
         for value in eqn.params.values():
             parts = value if isinstance(value, tuple | list) else (value,)
             for part in parts:
+                # a jaxpr, or one that is closed over its constants
                 if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
                     yield from _with_inner(part)
 
@@ -380,6 +387,7 @@ def digest(closed: Any) -> str:
     # addresses of functions, and places in files, are others in each process
     digest = hashlib.sha256(re.sub(r"0x[0-9a-f]+|\bat \S+>", "", str(closed)).encode())
     for jaxpr, consts in _with_inner(closed):
+        # the text of a jaxpr abbreviates arrays
         read = chain.from_iterable(e.invars for e in jaxpr.eqns)
         arrays = [v.val for v in read if isinstance(v, jex.Literal) and np.ndim(v.val)]
         for value in (*consts, *arrays):
@@ -534,6 +542,7 @@ class JaxProgram:
     def run(self, leaves: Any, inputs: Any, targets: Any, shift: float = 0.0) -> JaxRun:
         """Return outputs, loss and gradients, by the author's own rules for derivatives."""
         arguments = self._arguments(leaves, inputs, targets)
+        # whole numbers and keys are arguments, too, and have no gradient
         floats = [k for k, leaf in enumerate(arguments[0]) if is_float(leaf)]
         real = [k for k, value in enumerate(arguments[1]) if is_float(value)]
 
@@ -582,6 +591,7 @@ class JaxProgram:
     ) -> tuple[list[Array], float, list[EquationResult]]:
         """Return the outputs, the loss, and the results of all equations."""
         arguments = self._arguments(leaves, inputs, targets)
+        # entered, so that the results inside of an author's own functions are evidence as well
         outs, records = self._call("forward", lambda a: self._evaluate(a, custom=True), arguments)
         results = jax.tree.leaves(records, is_leaf=lambda part: isinstance(part, EquationResult))
         return outs[: self.outs], float(outs[-1]), results
@@ -589,6 +599,7 @@ class JaxProgram:
     def cotangents(self, leaves: Any, inputs: Any, targets: Any) -> list[Array]:
         """Return the gradient of the loss by the results of all equations."""
         arguments = self._arguments(leaves, inputs, targets)
+        # not entered: the author's own rules decide the gradient
         shape = jax.eval_shape(lambda a: self._evaluate(a, custom=False)[1], arguments)
 
         def cotangents_of(given: Any) -> Any:
@@ -617,6 +628,7 @@ class JaxProgram:
         """Return the outputs in the dtypes that the author chose."""
 
         def plain(given: Any) -> Any:
+            # the author's dtypes: the arguments are float64 as every other run has them
             own = [
                 _cast(v, var.aval)
                 for v, var in zip(jax.tree.leaves(given), self.jaxpr.invars, strict=True)

@@ -23,7 +23,7 @@ from gradcheck_suite.core.text import counted, suggestion
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.port.backward import judge_gradients
 from gradcheck_suite.port.budget import SECONDS, Budget
-from gradcheck_suite.port.changes import of_ours
+from gradcheck_suite.port.changes import is_refusal, of_ours
 from gradcheck_suite.port.drawing import author_points, binding_points, resampled
 from gradcheck_suite.port.drawn_inputs import DrawnInputs
 from gradcheck_suite.port.forward import ForwardComparison
@@ -290,7 +290,8 @@ def _judge_precision(judgement: Judgement) -> None:
                 allowed=one.allowed,
             )
     except Exception as problem:  # not every model runs in every dtype
-        why = f"{type(problem).__name__}: {problem}".splitlines()[0]
+        said = f"{type(problem).__name__}: {problem}".splitlines()[0]
+        why = said if is_refusal(problem) else of_ours(problem)
         report.note(f"{dtype} was not compared: {why}"[:200])
 
 

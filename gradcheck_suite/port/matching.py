@@ -121,7 +121,10 @@ class Matching:
         mine += [array(v) for v in run.leaves.values()]
         known = Numbers([*mine, *self._inside_of_calls()], side.tolerance)
         self.lost = [
-            i for i, v in enumerate(side.values) if v.dtype.kind == "f" and known.holds(v) is False
+            # None, of a value without telling numbers, is no sign of a difference
+            i
+            for i, v in enumerate(side.values)
+            if v.dtype.kind == "f" and known.holds(v) is False
         ]
         self.lost_numbers = Numbers([side.values[i] for i in self.lost], side.tolerance)
         alone = [telling(side.values[i]) for i in self.lost]
@@ -199,6 +202,7 @@ class Matching:
 
     def region(self, ends: Sequence[Ref]) -> tuple[list[int], list[int]]:
         """Return the calls between the last matched ones and some ends, and the first among them."""
+        # from the ends backwards, and not beyond what the port has: the difference lies in between
         todo = list(self._sources_of(ends))
         seen: set[int] = set()
         while todo:
@@ -265,9 +269,8 @@ class Matching:
             found = [ref for ref, mine, other in outs if outputs_error([mine], [other]) > close]
         found = [ref for ref in found if isinstance(ref, Ref)]
         for source in self._sources_of(ref for ref in found if self.run.get(ref).numel() == 1):
-            if isinstance(
-                source.kind, int
-            ):  # one number is in no other order: the port has it elsewhere, by chance
+            # one number is in no other order: the port has it elsewhere, by chance
+            if isinstance(source.kind, int):
                 self.status[source.kind] = False
         return (
             found
@@ -288,6 +291,8 @@ class Matching:
         and the value.
         """
         out = self.run.seen[call][0]
+        # the first in the order of the program, so the earliest that may stand in the result's
+        # place
         for i in self.lost_numbers.of_size(out.numel() if isinstance(out, torch.Tensor) else 0):
             equation = self.side.equations[self.lost[self.lost_numbers.whole[i]]]
             if equation is not None and equation.where:
@@ -301,6 +306,7 @@ def _inside(call: OperationCall, args: Any, out: torch.Tensor) -> list[torch.Ten
         return [out - args[0]]
     if call.name == "convolution" and args[2] is not None:
         return [out - args[2].reshape(across)]
+    # a port often computes the square first
     if call.name in ("linalg_vector_norm", "norm", "std"):
         return [out**2]
     if call.name == "native_layer_norm":

@@ -368,9 +368,8 @@ MATH = "exp|expm1|log|log1p|sqrt|rsqrt|neg|reciprocal|square|abs|sin|cos"
 
 
 def is_activation(call: OperationCall) -> bool:
-    """Return whether a call has one tensor and needs no more, and works element by element.
-
-    Mathematics is none.
+    """Return whether a call is an activation: of one tensor, element by element, and no function of
+    mathematics.
     """
     # an `exp` may be a part of anything, and is seldom an activation
     if re.fullmatch(f"({MATH})_?", call.name):
@@ -638,9 +637,8 @@ def _padded(x: Any, pad: Sequence[int], mode: str) -> Any:
 
 
 def _other_pads(a: CallArguments, out: Any) -> list[list[int]]:
-    """Return as many elements of padding, split otherwise between the two ends of each axis.
-
-    The other end first.
+    """Return as many elements of padding, split otherwise between the two ends of each axis; the
+    ends exchanged come first.
     """
     pairs = list(zip(a.pad[::2], a.pad[1::2], strict=True))
     ends = [[(high, low) for low, high in pairs]]

@@ -41,7 +41,7 @@ def error(observed: Array, expected: Array) -> float:
     expected = expected.astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
         off = np.asarray(np.abs(observed - expected))
-    # masks of -1e30 and of the smallest number are one
+    # a mask of -1e31 and one of the lowest finite number count as equal
     huge = (
         (np.abs(observed) > 1e30)
         & (np.abs(expected) > 1e30)
@@ -138,7 +138,7 @@ class Numbers:
         wanted = telling(value)
         if not len(wanted):
             return None
-        # most arrays are not here, which some of their numbers tell
+        # most arrays are not here, and a sample of their numbers is enough to show it
         if len(wanted) > 64 and not self.has(wanted[:: len(wanted) // 32]).all():
             return False
         return bool(self.has(wanted).all())

@@ -24,7 +24,7 @@ _BELOW = torch.autograd.function._SingleLevelFunction
 
 
 @dataclass(frozen=True)
-class Given:
+class FunctionArguments:
     """The arguments of a Function.
 
     Attributes:
@@ -38,7 +38,7 @@ class Given:
     places: tuple[int, ...]
 
     @classmethod
-    def of(cls, args: Any, kwargs: Any) -> Given:
+    def of(cls, args: Any, kwargs: Any) -> FunctionArguments:
         """Return the arguments of a call."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -70,7 +70,7 @@ class OwnFunction:
 
     tags = ()
 
-    def __init__(self, kind: Any, given: Given, number: int, start: int) -> None:
+    def __init__(self, kind: Any, given: FunctionArguments, number: int, start: int) -> None:
         self.start = start
         self._kind = kind
         self._given = given
@@ -96,7 +96,7 @@ class OwnFunction:
         return out if out.requires_grad else value
 
 
-Begin = Callable[[Any, Given], Callable[[Any], Any]]
+Begin = Callable[[Any, FunctionArguments], Callable[[Any], Any]]
 """(the Function, its arguments), before a call -> what is done with its results."""
 
 
@@ -179,7 +179,7 @@ class _WatchedCalls:
 
     def _apply_above(self, owner: Any) -> Callable[..., Any]:
         def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
-            end = self._begin(kind, Given.of(args, kwargs))
+            end = self._begin(kind, FunctionArguments.of(args, kwargs))
             self._told.append(kind)
             try:
                 results = super(owner, kind).apply(*args, **kwargs)
@@ -193,7 +193,7 @@ class _WatchedCalls:
         def seen(*args: Any, **kwargs: Any) -> Any:
             if kind in self._told:
                 return forward(*args, **kwargs)
-            end = self._begin(kind, Given.of(args[first:], kwargs))
+            end = self._begin(kind, FunctionArguments.of(args[first:], kwargs))
             results = forward(*args, **kwargs)
             self._untold.append(_UntoldCall(kind, results, end))
             return results

@@ -116,10 +116,12 @@ def as_port(given: Any, rebuild: Callable[[], Any] | None = None) -> tuple[Port,
         accept=_tuple(given.accept),
         rebuild=rebuild,
     )
+    # one of the two alone would be compared with nothing
     for what in ("loss", "optimizer"):
         if (getattr(pair, f"torch_{what}") is None) != (getattr(pair, f"jax_{what}") is None):
             raise UsageError(f"expected both torch_{what} and jax_{what}, or neither")
     to_double(pair.module)
+    # the author's function may have left it in another mode, and JAX's side has none
     pair.module.train(pair.train)
     _expect_no_dropout(pair)
     return pair, notes
@@ -148,9 +150,11 @@ def _tuple(value: Any) -> tuple[Any, ...]:
 
 
 def _expect_no_dropout(pair: Port) -> None:
+    # in eval mode dropout does nothing
     if not pair.train:
         return
     for name, part in pair.module.named_modules():
+        # by the name, so that those of other libraries, such as timm's, count as well
         if "Dropout" in type(part).__name__ and getattr(part, "p", 0) > 0:
             raise UsageError(
                 f"{name or 'the module'} is {part} in train mode, which no port repeats:"
@@ -164,8 +168,10 @@ def _expect_no_dropout(pair: Port) -> None:
 
 def to_double(module: nn.Module) -> None:
     """Convert a module's state, and tensors that it keeps without registering them, to float64."""
+    # not `Module.double`, which leaves complex numbers of 32 bits as they are
     module._apply(lambda tensor: tensor.to(WIDE.get(tensor.dtype, tensor.dtype)))
     for part in module.modules():
+        # a list, since an attribute that is set again may change the dict
         for name, value in list(vars(part).items()):
             if isinstance(value, torch.Tensor) and value.dtype in WIDE:
                 setattr(part, name, value.to(WIDE[value.dtype]))
@@ -205,6 +211,7 @@ def float64_allowed() -> Iterator[None]:
 def library_of(model: Any) -> str:
     """Return `linen`, `nnx`, `equinox` or `function`."""
     for base in type(model).__mro__:
+        # by the names of modules: a library that the port does not use is not imported
         for start, name in (("flax.linen", "linen"), ("flax.nnx", "nnx"), ("equinox", "equinox")):
             if base.__name__ == "Module" and base.__module__.startswith(start):
                 return name
@@ -267,9 +274,11 @@ class JaxModel:
         if library_of(params) == "nnx":
             return self._nnx().split(params)[1]
         if self.library == "equinox":
+            # an Equinox model is a pytree of its own parameters, so `apply` alone may have them
             return self._model if params is None else self._in_structure(params, self._model)
         if params is None:
             raise UsageError("the pair has no 'params': expected a pytree of arrays")
+        # the parameters alone: linen's `apply` wants them in their collection
         if self.library == "linen" and not (isinstance(params, Mapping) and "params" in params):
             return {"params": params}
         return params
@@ -286,6 +295,7 @@ class JaxModel:
             raise UsageError(
                 f"params: expected {len(wanted)} arrays, as the model has, got {len(arrays)}"
             )
+        # in the order of both trees, which is all that two structures have in common
         rest = iter(arrays)
         return jax.tree.map(lambda leaf: next(rest) if is_array(leaf) else leaf, own)
 
@@ -318,6 +328,7 @@ class JaxModel:
         params = jax.tree.unflatten(self.structure, leaves)
         how = self._pair.jax_kwargs
         if self.library == "linen":
+            # all other collections, such as `batch_stats`, whatever their author has called them
             mutable = [name for name in params if name != "params"] if self._pair.train else []
             if not mutable:
                 return self._model.apply(params, *inputs, **how), []
@@ -330,6 +341,7 @@ class JaxModel:
             return out, jax.tree.leaves(updated)
         if self.library == "nnx":
             nnx = self._nnx()
+            # a new model at each call: one that is called in train mode updates itself
             model = nnx.merge(self._graph, params)
             out = model(*inputs, **how)
             after = jax.tree.leaves(nnx.split(model)[1]) if self._pair.train else []
@@ -377,8 +389,10 @@ def named_outputs(out: Any, name: str = "") -> list[OutputArray]:
     """
     if isinstance(out, torch.Tensor | jax.core.Tracer | np.generic) or is_array(out):
         return [OutputArray(name, out)]
+    # settings that a model returns beside its arrays are no output
     if out is None or isinstance(out, str | bool | int | float):
         return []
+    # a class of the author's that is registered as a pytree
     if not isinstance(out, Mapping | list | tuple) and not dataclasses.is_dataclass(out):
         return [OutputArray(name, leaf) for leaf in jax.tree.leaves(out) if leaf is not out]
     found = list[OutputArray]()
@@ -413,6 +427,7 @@ def state_of(module: nn.Module) -> State:
     state: State = {}
     for name, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor):
+            # tied parameters are one memory; an empty tensor has none
             key = (value.data_ptr() if value.numel() else id(value), tuple(value.shape))
             kept = value.detach().cpu()
             kept = torch.view_as_real(kept.resolve_conj()) if kept.is_complex() else kept
@@ -446,12 +461,14 @@ def perturbable_names(module: nn.Module) -> set[str]:
 
     Other buffers may be tables that a port computes.
     """
+    # every name of a tied parameter, since a port may load any of them
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     return parameters | {name for name in module.state_dict() if is_statistic(name)}
 
 
 def may_be_moved(value: Array) -> bool:
     """Return whether a buffer may have other values: a mask or a table of positions may not."""
+    # a mask of minus infinity stays a mask
     if not np.isfinite(value).all():
         return False
     return is_neutral(value) or bool((value != np.round(value)).any())
@@ -475,6 +492,7 @@ def perturbed(rng: np.random.Generator, much: float = 1.0) -> Draw:
     """
 
     def draw(value: Array, name: str) -> Array:
+        # a variance stays positive, and away from 0, where its root has no digits
         if name.rpartition(".")[2] == "running_var":
             return np.abs(value) * rng.uniform(0.5, 1.5, value.shape) + 0.05
         size = float(np.sqrt(np.mean(value**2))) if value.size else 0.0
@@ -482,9 +500,8 @@ def perturbed(rng: np.random.Generator, much: float = 1.0) -> Draw:
         small = size <= 1e-3  # layers that start at 1e-6 hide what is behind them, as zeros do
         if not small and _is_in_order(value):
             return _in_order(value, 0.3 * noise)
-        if (
-            value.size and value.min() > 0
-        ):  # such as a scale or a variance, whose logarithm or root may be taken
+        # such as a scale or a variance, whose logarithm or root may be taken
+        if value.size and value.min() > 0:
             return value + 0.2 * np.abs(noise) if small else value * np.exp(0.3 * noise)
         return value + (0.2 if small else 0.3 * size) * noise
 
@@ -501,6 +518,7 @@ def _is_in_order(value: Array) -> bool:
 
 def _in_order(value: Array, noise: Array) -> Array:
     """Return other numbers that rise where the given ones do, and stay between 0 and 1."""
+    # such as the noise of a diffusion schedule: a power keeps a number between 0 and 1
     if value.min() > 0 and value.max() < 1:
         new = value ** np.exp(noise)
     else:
@@ -511,6 +529,7 @@ def _in_order(value: Array, noise: Array) -> Array:
 
 def distinct_values(rng: np.random.Generator, high: bool) -> Draw:
     """Return a draw of distinct positive values, by which elements are told apart."""
+    # the two draws do not overlap, so that no value of the one is among those of the other
     return lambda value, name: rng.uniform(0.5, 1.0, value.shape) + (0.75 if high else 0.0)
 
 
@@ -519,6 +538,8 @@ def representable(draw: Draw, leaves: Sequence[Any]) -> Draw:
     low = [leaf.dtype for leaf in leaves if is_float(leaf) and leaf.dtype.itemsize < 4]
     if not low:
         return draw
+    # what the coarsest of them keeps, the others keep too, but for bfloat16 and float16 beside each
+    # other
     coarsest = max(low, key=lambda dtype: float(jnp.finfo(dtype).eps))
     return lambda value, name: np.asarray(draw(value, name)).astype(coarsest).astype(np.float64)
 
@@ -553,11 +574,13 @@ class _Writing(Mode):
             and tensor.numel()
         ):
             key = tensor.untyped_storage().data_ptr()
+            # by its storage: what writes to a view of the parameter writes to the parameter
             self._known[key] = (tensor.detach(), name)
             self._write(key)
 
     def _write(self, key: int) -> None:
         whole, name = self._known[key]
+        # without this mode, which would see the write and write again
         with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
             whole.copy_(torch.as_tensor(self._draw(whole.double().numpy(), name)).to(whole.dtype))
 
@@ -614,6 +637,7 @@ def call_user_code(side: str, call: Callable[[], Any], hint: str = "") -> Any:
             for frame, line in traceback.walk_tb(error.__traceback__)
         ]
         place = f" at {line}" if (line := first_of_author(reversed(frames))) else ""
+        # an error of JAX may have a page of text, of which the first line says what is wrong
         said = next(iter(str(error).strip().splitlines()), "")
         words = f"{side} raised {type(error).__name__}{place}: {said}"[:400]
         raise UsageError(f"{words}{f' ({hint})' if hint else ''}") from error

@@ -94,6 +94,8 @@ def _events(program: TorchProgram, watched: list[int], point: Point) -> set[Even
             continue
         value, limits = limited(call, run)
         for limit in limits:
+            # both sides of a limit are events: what is never reached would hide a limit that is
+            # another number
             if bool((value < limit).any()):
                 found.add((index, f"below {limit}"))
             if bool((value > limit).any()):
@@ -143,6 +145,7 @@ def _fills(program: TorchProgram, place: int, value: Any) -> list[int]:
     readers = program.readers.get(Ref("input", place), [])
     compared = [program.calls[i] for i in readers if program.calls[i].name in ("eq", "ne", "gt")]
     numbers = [c.args[1] for c in compared if isinstance(c.args[1], int)]
+    # a negative number is no id that an embedding takes
     return [n for n in dict.fromkeys(numbers) if n >= 0]
 
 
@@ -221,6 +224,7 @@ def ordered(*, first: bool, signed: bool = False) -> Change:
         turned = value if first else value.flip(dim)
         if signed and value.is_floating_point():
             least = torch.full_like(turned, torch.finfo(value.dtype).smallest_normal)
+            # zeros become the smallest numbers of their sign, which torch does put in order
             turned = torch.where(turned == 0, torch.copysign(least, turned), turned)
         index = torch.sort(turned, dim=dim, descending=bool(falls), stable=True).indices
         # the sort was of the flipped elements: places are counted from the other end

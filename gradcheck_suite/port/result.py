@@ -182,6 +182,7 @@ class PortFinding(Violation):
         for name in causes_of(self.diagnosis):
             part = replace(self, diagnosis=name)
             fits = [one for one in known if part.is_accepted_by(str(one))]
+            # an accepted cause must not hide another one of the same place
             if not fits:
                 return []
             found += fits
@@ -275,12 +276,14 @@ class PortResult(Result):
     command: Command = field(default="port")
 
     def __post_init__(self) -> None:
+        # frozen, as a result is: this is the one field that follows from others
         object.__setattr__(self, "findings", (*self.violations, *self.precision))
 
     @property
     def verdict(self) -> str:
         """`"holds"`, `"differs"` or `"unjudged"`."""
         found = super().verdict
+        # nothing of a port is violated: it may be right by itself
         return "differs" if found == "violated" else found
 
     @property

@@ -145,6 +145,7 @@ def statistic_faults(sides: Sides, allowed: float) -> Iterator[StatisticFault]:
 
 
 def _nearest(value: Array, extras: Sequence[Array]) -> float:
+    # by size alone: the port's order of statistics, and their names, are its own
     alike = [e for e in extras if e.size == value.size and e.dtype.kind == "f"]
     return min((error(e.reshape(value.shape), value) for e in alike), default=float("inf"))
 
@@ -155,6 +156,7 @@ def _step_of(sides: Sides, name: str, before: Array, after: Array) -> _Statistic
     # solved for what the batch must have been: old and new value are known
     batch = (after - (1 - momentum) * before) / momentum
     count = _count(sides, name, part)
+    # flax divides by the number of values, torch by one less
     biased = batch * (count - 1) / count
     return _StatisticsUpdate(
         before,
@@ -172,5 +174,6 @@ def _count(sides: Sides, name: str, part: nn.Module) -> int:
     for call in program.calls:
         if "batch_norm" in call.name and any(r == Ref("state", name) for r in call.refs):
             x = Repairs().run(program).get(call.args[0])
+            # 2 at least, since torch's variance of one value is NaN
             return max(int(x.numel() // x.shape[1]), 2)
     return 2

@@ -23,7 +23,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from gradcheck_suite.port.own_functions import CHECKPOINTED, Given, OwnFunction, watched_calls
+from gradcheck_suite.port.own_functions import (
+    CHECKPOINTED,
+    FunctionArguments,
+    OwnFunction,
+    watched_calls,
+)
 from gradcheck_suite.port.pair import default_dtype, first_of_author, flat_output, without_low
 from gradcheck_suite.run.modes import Mode
 
@@ -256,7 +261,7 @@ class _OperationRecorder(Mode):
         self._note_results(call)
         return out
 
-    def function(self, kind: Any, given: Given) -> Callable[[Any], Any]:
+    def function(self, kind: Any, given: FunctionArguments) -> Callable[[Any], Any]:
         """Record a call of a Function of the author's, whose backward is its own.
 
         Return what notes its results.
@@ -418,11 +423,10 @@ class _Steps(TorchFunctionMode):
 
 @contextmanager
 def _attention_in_steps(recorder: _OperationRecorder) -> Iterator[None]:
-    # the fast path of `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` in evaluation is one
-    # fused operation, which has no scores and no weights to compare
     fast = torch.backends.mha.get_fastpath_enabled()
     functional = nn.functional
-    # in eval mode, torch's encoder computes a whole layer by one fused call, which has no steps
+    # in eval mode `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` are one fused operation
+    # each, which has no scores and no weights to compare
     torch.backends.mha.set_fastpath_enabled(False)
     # by name, too: inside of a function of torch's that is written in Python, as
     # `multi_head_attention_forward`, the mode `_Steps` is off

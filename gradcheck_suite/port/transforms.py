@@ -49,6 +49,8 @@ def _exchanged_parts(value: Any) -> Any:
 
 def _of_mask(x: Any) -> Iterator[Alteration]:
     yield Alteration("mask-polarity", "inverted", lambda v: ~v)
+    # libraries differ in whether true means to look or to leave out, so both may be a mask that is
+    # left out
     yield Alteration("missing-mask", "false everywhere", torch.zeros_like)
     yield Alteration("missing-mask", "true everywhere", torch.ones_like)
     # the last two axes of a mask are queries and keys
@@ -88,6 +90,7 @@ def _band(mask: Any, side: str, diagonal: int) -> Any:
 
 
 def _of_whole_numbers(x: Any) -> Iterator[Alteration]:
+    # one or two more is what special tokens, such as the beginning of a text, shift ids by
     for s in (1, -1, 2, -2):
         yield Alteration("index-offset", f"with {s:+d} added", lambda v, s=s: v + s)
     for d in reversed(range(x.dim())):
@@ -148,6 +151,7 @@ def _exchanges_along(d: int, n: int) -> Iterator[Alteration]:
         yield Alteration(
             "shifted", f"shifted by {s} along axis {d}", lambda v, s=s: _shifted(v, d, s)
         )
+    # such as sine and cosine, or the gate and the value of a gated layer
     if n % 2 == 0 and n > 2:
         yield Alteration(
             "halves-swapped",
@@ -207,6 +211,7 @@ def functions(x: Any) -> Iterator[Alteration]:
             "renormalized", "divided by its sum", lambda v: v / v.sum(-1, keepdim=True)
         )
         yield Alteration("extra-norm", "centred", lambda v: v - v.mean(-1, keepdim=True))
+        # the defaults of torch's and of flax's norms
         for eps in (1e-5, 1e-6):
             yield Alteration(
                 "extra-norm", "after layer norm", lambda v, e=eps: plain_norm(v, [-1], e)

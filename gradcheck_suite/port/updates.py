@@ -107,9 +107,8 @@ def torch_steps(
         # is the step itself
         optimizer.register_step_pre_hook(note_gradients)
         handle = optimizer.register_step_post_hook(note_rates)
-        optimizer._optimizer_step_post_hooks.move_to_end(
-            handle.id, last=False
-        )  # a scheduler sets the next rate there
+        # a scheduler sets the next rate there
+        optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)
         for i, step in enumerate(gradients):
             for n, p in own.items():
                 p.grad = shaped_as(step[n], p).clone() if n in step else None
@@ -468,9 +467,8 @@ def _other_betas(mine: tuple[float, float] | None) -> Iterator[Setting]:
 
 
 def _other_rates(rates: list[list[float]], start: list[float]) -> Iterator[Setting]:
-    before = [
-        2 * a - b for a, b in zip(rates[0], rates[1], strict=True)
-    ]  # a line goes on backwards
+    # a line goes on backwards
+    before = [2 * a - b for a, b in zip(rates[0], rates[1], strict=True)]
     for words, others in (
         *(
             (f"{f:g} times the learning rate", [[f * x for x in r] for r in rates])

@@ -206,6 +206,7 @@ def difference(sample: Sample, by_xla: Sequence[Array]) -> str | None:
     for place, (mine, theirs) in enumerate(zip(by_numpy, by_xla, strict=True)):
         if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
             return f"{mine.dtype}{mine.shape} and {theirs.dtype}{theirs.shape} in result {place}"
+        # integers and truth values have no rounding error
         if mine.dtype.kind != "f":
             count = int((mine != theirs).sum())
             if count:
@@ -259,6 +260,7 @@ class Tapes:
         self.checked = 0
         self.differences = dict[str, None]()
         self.of_gradient = ""
+        self._in_check = 0
 
     def program(self, request: ProgramRequest) -> NumpyProgram | None:
         """Return a program as numpy evaluates it.
@@ -292,6 +294,7 @@ class Tapes:
         is_telling: bool,
     ) -> None:
         """Note a call for a check, unless one that tells as much was noted."""
+        # -1, of a key that was never noted, is less than False, and False less than True
         if self._telling.get(request.key, -1) >= is_telling:
             return
         self._telling[request.key] = is_telling
@@ -307,8 +310,8 @@ class Tapes:
 
     @property
     def waiting(self) -> int:
-        """Number of calls that XLA has not checked."""
-        return len(self._samples)
+        """Number of calls that XLA has not checked, those included that it checks now."""
+        return len(self._samples) + self._in_check
 
     def requests(self) -> list[ProgramRequest]:
         """Return the programs whose calls wait."""
@@ -327,8 +330,10 @@ class Tapes:
             taken[key] = sample
         if not taken:
             return
+        self._in_check = len(taken)
         for (key, sample), tree in zip(taken.items(), by_xla([*taken.values()]), strict=True):
             self._note_check(key, difference(sample, [np.asarray(a) for a in leaves(tree)]))
+            self._in_check -= 1
 
     def _note_check(self, key: Hashable, found: str | None) -> None:
         self.checked += 1

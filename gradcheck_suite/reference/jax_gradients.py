@@ -95,6 +95,7 @@ def _layer_program(kind_name: str, options: Mapping[str, Any]) -> Any:
     assert meaning is not None
 
     def both(params: Arguments, x: jax.Array, extras: Arguments, cotangent: jax.Array) -> Any:
+        # tokens have no gradient: JAX would return float0, which is no number
         if jnp.issubdtype(x.dtype, jnp.floating):
             y, pullback = jax.vjp(lambda p, x: meaning(options, p, x, extras), params, x)
             return y, *pullback(cotangent)
@@ -137,6 +138,7 @@ class _Leaf:
     ) -> npt.NDArray[Any]:
         """Add each window's gradients of the parameters; return the gradient of the input."""
         params, x, extras = saved
+        # the gradient of the input needs no window: rows do not mix
         if not params or len(windows.spans) == 1:
             into_params, into_x = self._run(saved, cotangent)[1:]
             self._add(into_params, windows, windows.gradients[0])
@@ -166,6 +168,7 @@ class _Leaf:
     def _add(self, into_params: Arrays, windows: Windows, gradient: Arrays) -> None:
         names = self._names(windows)
         for own, value in into_params.items():
+            # JAX's gradient of an integer buffer has the dtype float0
             if value.dtype.kind == "f":
                 name = names[own]
                 gradient[name] = gradient[name] + value if name in gradient else value
@@ -560,6 +563,7 @@ def whole_gradient(problem: ProblemSpec, values: Arrays, data: Arrays) -> tuple[
     def value(values: Arguments, batch: Arguments, weight: jax.Array) -> jax.Array:
         return objective(problem.loss, jax_output(problem, values, batch), batch, weight)
 
+    # it is asked for where something is wrong, and hardly twice: no file for it
     found, gradient = programs.PROGRAMS.call(
         ("whole", problem), jax.value_and_grad(value), values, batch, weight, store=False
     )

@@ -474,6 +474,7 @@ def _compare_drawn(
         if found.ratio > 1:
             return found
     found = _within(bound, evidence, (errors.likely(FEW_DRAWS) for errors in measured))
+    # each draw is a backward pass, which a large model pays for
     numbers = (DRAWS, MANY_DRAWS) if len(evidence.observed) <= SMALL else (DRAWS,)
     for draws in numbers:
         if found.ratio <= 1:
@@ -731,6 +732,7 @@ def disagreement(window: WindowReference, jax: Vector | None = None) -> str | No
     compared = compare_within(bound, quickly, accumulated=False)
     if compared.ratio <= 1:
         return None
+    # JAX's gradient is XLA's from now on: what differed may have been numpy's fault
     if jax is None and window.confirm():
         return disagreement(window)
     return _differing("large-batch gradients", window, compared, by_jax)
@@ -973,6 +975,7 @@ class Reference:
         """Each window's gradient by JAX, for a generated problem that is separable over samples."""
         if self._started is None:
             return self.by_jax(self.values64, self._items)
+        # its result can be taken once, and its arrays are freed with it
         started = self._started
         self._started = None
         return [self.join(gradient) for _, gradient in started.result()]
@@ -992,6 +995,7 @@ class Reference:
         """Return a model in `dtype` with the given parameters, or with the initial ones where they
         are None.
         """
+        # all windows share it: who moves its values puts them back
         if dtype is torch.float64 and parameters is None:
             return self._model64
         model = self.instance.model(dtype)
@@ -1024,6 +1028,7 @@ class References:
 
     def get(self, case: Case, problem: Problem | None) -> Reference:
         """Return the reference of a case."""
+        # numpy's gradient is not to stand for XLA's where XLA alone computes
         key = (case.digest, id(problem), evaluator())
         if key in self._kept:
             self._kept.move_to_end(key)

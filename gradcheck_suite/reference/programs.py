@@ -372,9 +372,8 @@ class CompiledPrograms:
             program = serialize_executable.deserialize_and_load(
                 payload, in_tree, out_tree, execution_devices=devices
             )
-        except (
-            Exception
-        ):  # a damaged or foreign file raises anything; it is only a cache, so compile again
+        except Exception:
+            # a damaged or foreign file raises anything; it is only a cache, so compile again
             path.unlink(missing_ok=True)
             return None
         with self._counting:

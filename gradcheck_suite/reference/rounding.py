@@ -86,6 +86,8 @@ def _scores(
     """Return the scores, and which queries see no key, as a mask (batch, heads, queries, 1)."""
     scores = (query @ key.mT) * _factor(query, scale)
     if is_causal:
+        # from the upper left corner on, as torch's CPU kernel has it where queries and keys differ
+        # in number
         later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         scores = scores.masked_fill(later, -torch.inf)
     if attn_mask is not None:
@@ -99,6 +101,7 @@ def _factor(query: torch.Tensor, scale: float | None) -> float:
 
 def _softmax(scores: torch.Tensor, none: torch.Tensor) -> torch.Tensor:
     """Return the probabilities; a query that sees no key has none."""
+    # filled first, since the softmax of a row of minus infinities is NaN, also in its gradient
     return scores.masked_fill(none, 0).softmax(-1).masked_fill(none, 0)
 
 
@@ -244,12 +247,14 @@ def batch_norm(
     The running statistics stay as they are.
     """
     across = [1, -1, *[1] * (x.dim() - 2)]
+    # a layer without running statistics takes those of the batch in eval mode, too
     if training or running_mean is None or running_var is None:
         _, mean, scale = _statistics(x, [axis for axis in range(x.dim()) if axis != 1], eps)
         kept = mean.reshape(-1), scale.reshape(-1)
     else:
         mean = running_mean.reshape(across)
         scale = (running_var.reshape(across) + eps).rsqrt()
+        # torch returns empty tensors here, and a backward in eval mode reads none
         kept = x.new_empty(0), x.new_empty(0)
     wide = scale if weight is None else scale * weight.reshape(across)
     shift = -(mean * wide)
@@ -507,6 +512,8 @@ class _RoundingMode(Mode):
     ) -> Any:
         """Run the operation."""
         if (decomposed := self._simpler().get(func)) is not None:
+            # the mode is off inside of its own dispatch: the simpler operations have to be rounded
+            # as well
             with self:
                 return decomposed(*args, **(kwargs or {}))
         return self._run(func, args, kwargs or {})
@@ -584,6 +591,7 @@ class RandomRounding(_RoundingMode):
             if rounding.shifted:
                 out.clamp_(max=0)
             if rounding.largest:
+                # of the arguments before they were moved, of which the result is to be no less
                 out.copy_(out.maximum(given[0].amax(*given[1:])))
         elif isinstance(out, list | tuple):
             for value in out:
@@ -618,14 +626,19 @@ class RandomRounding(_RoundingMode):
 
     def _moved(self, value: torch.Tensor, salt: int) -> torch.Tensor:
         """Return a tensor with random errors, in float64."""
+        # a part that a model computes in float32 keeps its own precision in a float64 run
         coarser = max(value.dtype, self._dtype, key=lambda dtype: torch.finfo(dtype).eps)
         grid = _grid(coarser)
         value = value.to(torch.float64)
+        # odd, so that the product is a permutation of the 64-bit numbers and no two cells share all
+        # of their bits
         multiplier = (self._hash + (2 * self._operations + salt) * SALT) % 2**64 | 1
         if multiplier >= 2**63:  # int64 has the same bits as a negative number
             multiplier -= 2**64
         cells = value.view(torch.int64)
         if grid.shift:
+            # half of a cell is added first, so that a cell is what rounds to one number, not what
+            # is cut to it
             cells = (cells + (1 << (grid.shift - 1))).bitwise_right_shift_(grid.shift)
         steps = cells.mul(multiplier).bitwise_right_shift_(62)  # -2, -1, 0 or 1
         step = grid.inside if salt else grid.step
@@ -635,6 +648,7 @@ class RandomRounding(_RoundingMode):
         moved = (
             errors.mul(step).add_(1).mul_(value).add_(errors, alpha=OF_SMALLEST * self._smallest)
         )
+        # adding and subtracting a large number rounds to its spacing
         return moved.add_(self._coarse).sub_(self._coarse)
 
 
@@ -690,7 +704,9 @@ def _decompositions(*, inside: bool) -> dict[Any, Any]:
 def _rounding_of(func: Any) -> _Rounding:
     schema = func._schema
     name = func.overloadpacket.__name__
+    # a view has the memory of its input: to round it would round the input again
     views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    # a view has the numbers of its base, which an error would change in place
     if views or name.removesuffix("_") in SELECTING:
         return _Rounding(False)
     # losses take labels, which are exact, and a slope that changes at 0 does not add up
@@ -700,6 +716,7 @@ def _rounding_of(func: Any) -> _Rounding:
         or "loss" in name
         or "binary_cross" in name
     )
+    # an argument that is written to is a result
     read = [i for i, argument in enumerate(schema.arguments) if argument.alias_info is None]
     return _Rounding(
         results=True,
@@ -722,6 +739,7 @@ def shared(instance: Instance, window: range, cuts: Sequence[range]) -> list[Par
     """Return parts of a window's items, each with the factor of its gradient in the window's
     gradient.
     """
+    # the objective of the whole window is no sum of those of its micro-batches
     if instance.problem.reduction == "batch":
         return [(window, 1.0)]
     if instance.problem.reduction == "sum":
@@ -814,6 +832,7 @@ class Computation:
                 data=False,
             )
         try:
+            # once a draw has needed it, all later ones begin guarded
             for guarded in (self._guarded, True):
                 with RandomRounding(
                     draw,
@@ -869,8 +888,11 @@ class Computation:
             losses = [
                 self.instance.problem.loss(self._model, batch) * share for batch, share in batches
             ]
+        # a micro-batch whose items reach no parameter has a loss without a graph
         reaching = [loss for loss in losses if loss.requires_grad]
         found: Sequence[torch.Tensor | None] = [None] * len(self._trainable)
+        # autograd.grad raises on a loss that needs no gradient, such as one that reaches no
+        # parameter
         if reaching:
             found = torch.autograd.grad(reaching, self._trainable, allow_unused=True)
         parts = [
@@ -960,6 +982,7 @@ class RoundingErrors:
         The errors are those of the same framework: a difference between two frameworks is not
         rounding error.
         """
+        # the longest run of draws from the same beginning is continued, not begun again
         drawn = max(
             (end for start, end in self._kept if start == first and end <= last), default=first
         )
@@ -1075,8 +1098,10 @@ class _Narrowed(_RoundingMode):
             return
         limits = torch.finfo(self._dtype)
         sizes = value.abs()
+        # masks are made of infinities and of the largest number, in every precision
         infinite = value.isinf() | (sizes == torch.finfo(torch.float64).max)
         self.left |= bool((~infinite & (sizes > limits.max / MARGIN)).any())
+        # clamped first: what overflows here has been noted, and an infinity would spread
         rounded = value.clamp(-limits.max, limits.max).to(self._dtype).to(torch.float64)
         value.copy_(torch.where(infinite, value, rounded))
 

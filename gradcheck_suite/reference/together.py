@@ -104,6 +104,7 @@ class Together:
             else:
                 stored[place.file][place.index] = number
         found: dict[int, Tree] = {}
+        # each file once, though several of the calls are in it
         for file, members in stored.items():
             program = self._loaded[file]
             assert program is not None
@@ -123,6 +124,7 @@ class Together:
         if path is None or place is None:
             return None
         if place.file not in self._loaded:
+            # None is kept as well: a file that is gone is not looked for again
             self._loaded[place.file] = self._store.load(path.parent / place.file)
         return None if self._loaded[place.file] is None else place
 

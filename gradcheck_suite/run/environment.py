@@ -125,7 +125,7 @@ def versions(optional: Iterable[str] = ()) -> dict[str, str | None]:
 def missing() -> list[str]:
     """Return why the main job cannot run, one reason for each package that is missing or too old.
 
-    Imports none.
+    No package is imported.
     """
     found = versions()
     reasons = []
@@ -180,9 +180,8 @@ def set_variables() -> None:
     # Hypothesis would make a folder in the user's working directory
     folder = trusted_cache() or Path(tempfile.gettempdir()) / "gradcheck-suite"
     with contextlib.suppress(OSError):
-        make_cache_folder(
-            folder
-        )  # before Hypothesis does, with the permissions that the umask allows
+        # before Hypothesis does, with the permissions that the umask allows
+        make_cache_folder(folder)
     os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(folder / "hypothesis"))
 
 

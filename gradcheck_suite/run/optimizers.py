@@ -50,9 +50,8 @@ class NormalizedSGD(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Evaluate the closure, if any; update every parameter that has a gradient.
-
-        Return the closure's result.
+        """Evaluate the closure, if any, update every parameter that has a gradient, and return what
+        the closure returned.
         """
         loss = None
         if closure is not None:
@@ -248,9 +247,9 @@ def _changed_settings(
     when = "between two steps" if previous.evaluations else "before the first step"
     for name, own in before.items():
         found = now.get(name, own)
-        # a scheduler leaves its mark in the group (`initial_lr`), except for ReduceLROnPlateau
-        # and torch's compiler sets `capturable` (torch/_dynamo/variables/optimizer.py), which
-        # changes no value
+        # a scheduler leaves its mark in the group (`initial_lr`), except for ReduceLROnPlateau;
+        # torch's compiler sets `capturable` (torch/_dynamo/variables/optimizer.py), which changes
+        # no value
         free = {key for key, mark in SCHEDULED.items() if scheduled or mark in found} | {
             "capturable"
         }

@@ -205,9 +205,8 @@ class Patience:
         Where the system does not tell, the time.
         """
         if not Path("/proc/self/stat").exists():
-            return [time.monotonic()] * len(
-                self._pids
-            )  # elsewhere than on Linux every rank seems to compute
+            # elsewhere than on Linux every rank seems to compute
+            return [time.monotonic()] * len(self._pids)
         found = []
         for pid in self._pids:
             fields = ["0"] * 13  # of a process that has ended
@@ -631,9 +630,8 @@ def run_ranks(
     """
     case = instance.case
     if is_jax(loop):
-        from gradcheck_suite.run.jax_run import (
-            run_jax_loop,
-        )  # compiles, and torch loops need none of it
+        # compiles, and torch loops need none of it
+        from gradcheck_suite.run.jax_run import run_jax_loop
 
         return run_jax_loop(loop, instance, time_limit_s=time_limit_s)
     if case.plan.world_size == 1:

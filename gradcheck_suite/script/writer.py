@@ -752,21 +752,33 @@ def _flags(violation: Violation, reduction: str, time_limit_s: float | None) -> 
     flags |= {"ranks" if case.plan.ranks else "one_rank"}
     # the loop may catch the exception that should stop it
     is_hang = is_endless(violation) and bool(time_limit_s)
+    return flags | (
+        _flags_of_run(violation, is_hang=is_hang) or _flags_of_calls(violation, is_hang=is_hang)
+    )
+
+
+def _flags_of_run(violation: Violation, *, is_hang: bool) -> set[str]:
+    """Return the parts that show what a run as a whole does; none where its calls are looked at."""
+    kind = violation.kind
     if kind == "raised" and not is_hang:
-        return flags | {"raised"}
+        return {"raised"}
     if violation.diagnosis == "changed-torch":
-        return flags | {"process"}
+        return {"process"}
     if kind == "parameters" and violation.diagnosis != "changed-model":
-        return flags | {"parameters"}
+        return {"parameters"}
     name = violation_title(kind, violation.diagnosis)
     # for the optimizer's own calls the number suffices, and the script is half as long
     if name == "step-count: step-per-micro-batch" and not violation.explanation.startswith(
         "optimizer.step()"
     ):
-        return flags | {"calls", "counted"}
-    flags.add("called")
-    if is_hang:
-        flags.add("hang")
+        return {"calls", "counted"}
+    return set()
+
+
+def _flags_of_calls(violation: Violation, *, is_hang: bool) -> set[str]:
+    """Return the parts that look at each call of the optimizer's step."""
+    flags = {"called", "hang"} if is_hang else {"called"}
+    kind = violation.kind
     if kind == "parameters":
         return flags | {"structure"}
     if kind == "raised":

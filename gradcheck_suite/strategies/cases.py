@@ -157,10 +157,10 @@ def _foci() -> tuple[Focus, ...]:
     losses = [Focus(loss=kind.name) for kind in LOSSES.values() if kind.drawn]
     graphs = [Focus(graph="module"), Focus(graph="parameter"), Focus(graph="many")]
     inputs = [Focus(input=option) for option in RARE_INPUTS]
-    # a sparse gradient is added to another one in few ways of an embedding's alone
     # of the zoo's faults those of ignored targets take the most cases to be found: with two of
     # these up to 36 over ten seeds, with five up to 20; all others that were counted at most 8
     ignoring = [Focus(loss="cross_entropy", ignores=True)] * 5
+    # sparse embeddings twice: only some of their cases add one sparse gradient to another
     rare = [*graphs, *ignoring, *sparse[:1] * 2, *(Focus(layer=name) for name in RARE_LAYERS)]
     chosen = [*layers, *sparse, *losses, *inputs, *rare * RARE_TIMES]
     return (NO_FOCUS,) * round(FREE_SHARE * len(chosen) / (1 - FREE_SHARE)) + tuple(chosen)

@@ -36,12 +36,14 @@ class CaseCoverage:
             "layers": Counter(),
             "losses": Counter(),
         }
+        # all of them from the beginning: a kind that no case reached is told as 0
         self._counts["splits"] = Counter(dict.fromkeys(SPLITS, 0))
 
     def note(self, case: Case) -> None:
         """Count a case."""
         if (spec := case.spec) is not None:
             self._counts["inputs"][spec.input.kind] += 1
+            # a set: the number of cases, not of layers
             self._counts["layers"].update(set(spec.layer_kinds))
             self._counts["losses"][f"{spec.loss.kind}, {spec.loss.reduction}"] += 1
         self._counts["splits"].update(name for name, is_in in SPLITS.items() if is_in(case.plan))

@@ -47,6 +47,7 @@ def _focus_order(seed_value: int, turn: int) -> list[int]:
 def _stream(seed_value: int, number: int, attempt: int) -> bytes:
     """Return the bytes of a case. `cases()` reads its focus from the first byte."""
     turn, place = divmod(number, len(FOCI))
+    # a stream for each number: case 17 is the same whatever is done with the cases before
     return bytes([_focus_order(seed_value, turn)[place]]) + Random(
         f"{seed_value}/{number}/{attempt}"
     ).randbytes(STREAM_BYTES)
@@ -88,10 +89,12 @@ def _hypothesis_settings(examples: int) -> settings:
     return settings(
         max_examples=max(examples, 1),
         database=_Failing(),
+        # a case may compile a program of JAX, which takes seconds
         deadline=None,
         derandomize=False,
         print_blob=False,
         report_multiple_bugs=False,
+        # no generation: the cases come from the streams
         phases=(Phase.reuse, Phase.shrink),
         suppress_health_check=list(HealthCheck),
     )
@@ -153,6 +156,7 @@ def run_on_cases(
         if shrinking:
             judge_drawn(case)
         elif failure is not None:
+            # for `fuzz_one_input`, which then saves the choices that lead here
             raise failure
         received.append(case)
 
@@ -233,6 +237,7 @@ def _distinct(
     for attempt in range(ATTEMPTS):
         stream = _stream(seed_value, number, attempt)
         key = (seed_value, number, attempt)
+        # reading a case takes milliseconds, which every further loop of a command is spared
         case = kept[key] if key in kept else read(stream)
         if len(kept) < MOST_KEPT:
             kept[key] = case

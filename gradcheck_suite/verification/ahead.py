@@ -133,12 +133,14 @@ def answer_to(run: LoopRun) -> Answer:
         )
 
     try:
+        # as the parent evaluates, so that both processes come to the same verdict
         with evaluated_by(run.evaluator):
             verdict = check_run(lambda _: [run.outcome], run.case, run.rules, runner)
     except (NeedsLoopError, UsageError):
         # the parent meets it too, and reports it. Another exception is a fault of the suite: it
         # ends this process, and the parent meets it where it judges the run itself
         return None
+    # a violation is shrunk and explained, for which the parent runs the loop again
     return None if verdict.violation or verdict.finding else verdict
 
 
@@ -203,11 +205,13 @@ class _Answers:
             run = asked.run()
         except (CannotJudgeError, UsageError):
             return packed(None)  # the parent meets it too, and reports it
+        # the bytes that the parent would have sent: a mode that ran there shares the answer
         return self._of_digest(run, _digest(packed(run)))
 
     def _of_digest(self, run: LoopRun, digest: bytes) -> bytes:
         if digest not in self._kept:
             self._kept[digest] = packed(answer_to(run))
+            # the oldest one: loops of one command run on the same cases in the same order
             if len(self._kept) > MOST_ANSWERS:
                 self._kept.popitem(last=False)
         return self._kept[digest]
@@ -227,9 +231,13 @@ def main(connection: Connection) -> None:
         environment.prepare()
         with one_thread(), suppress(EOFError, OSError):
             gc.freeze()
+            # says that it has started: the parent sends nothing before
             connection.send_bytes(str(os.getpid()).encode())
             while True:
+                # all messages are read first, so that programs of later runs compile while this one
+                # is judged
                 while not waiting or connection.poll(0):
+                    # an empty message of `JudgeProcess.drop`: no earlier one wants an answer
                     if not (data := connection.recv_bytes()):
                         waiting.clear()
                         continue
@@ -276,12 +284,15 @@ def checked_programs(show: Callable[[int], None] = lambda _: None) -> ProgramChe
         show: called with the number of programs of this process that are left.
     """
     judge = running_judge()
+    # sent before this process checks its own, so that both work at the same time
     number = judge.send(packed(CheckPrograms(ends=True))) if judge else 0
     own = programs.PROGRAMS.finish_checks(show)
     answer = judge.answer(number) if judge and number else None
+    # the other process is gone, with what it had evaluated; the parent has judged those runs itself
     if answer is None:
         return own
     other: ProgramChecks = unpacked(answer)
+    # both processes may have evaluated the same program
     differences = dict.fromkeys((*own.differences, *other.differences))
     return ProgramChecks(own.programs + other.programs, tuple(differences))
 
@@ -350,6 +361,7 @@ class Prefetcher:
 
     def prepare(self, case: Case) -> None:
         """Begin with what a check of a case needs."""
+        # the second process has neither the user's problem nor ranks nor a device
         if case.spec is None or case.plan.world_size > 1 or case.device != "cpu":
             run_ranks_ahead(self._loop, case, None if case.spec else self._problem)
             REFERENCES.prepare(case)
@@ -408,6 +420,7 @@ class Prefetcher:
 
     def result(self, case: Case) -> tuple[Verdict | None, Outcome | None]:
         """Return the verdict on a case, and what the loop did; None for what is not known."""
+        # by identity: two equal cases have a turn each
         while any(waiting is case for waiting in self._waiting):
             self._waiting.popleft()
         while any(sent is case for *_, sent, _ in self._sent):

@@ -60,7 +60,8 @@ def step_calls_fault(
     plan = case.plan
     micro_batches = (plan.ranks or (len(plan.micro_batches),))[rank]
     windows = len(plan.windows)
-    # Accelerate steps a scheduler as many times per window as there are ranks
+    # Accelerate steps a scheduler as many times per window as there are ranks; with one micro-batch
+    # per window, stepping per window and per micro-batch are the same
     if is_probe(case) or micro_batches in (windows, windows * plan.world_size):
         return None
 
@@ -134,6 +135,7 @@ def judge_ranks(
     order = sorted(range(len(outcomes)), key=lambda rank: _weight(outcomes[rank]))
     verdicts: dict[int, Verdict] = {}
     for rank in order:
+        # data-parallel ranks do the same to the bit, so one verdict usually stands for all
         twin = next((r for r in verdicts if _same(outcomes[rank], outcomes[r])), None)
         verdicts[rank] = verdict = judged(rank) if twin is None else verdicts[twin]
         if verdict.violation is not None:
@@ -141,6 +143,7 @@ def judge_ranks(
             return replace(
                 verdict, violation=_of_rank(case, verdict.violation, rank, outcomes, right)
             )
+        # what cannot be judged on one rank cannot be on the others, which have the same reference
         if verdict.finding or verdict.skipped:
             return verdict
     return replace(verdicts[0], ratio=max(verdict.ratio for verdict in verdicts.values()))
@@ -154,6 +157,7 @@ def _weight(outcome: Outcome) -> tuple[bool, ...]:
         not same_tree(a, step.parameters)
         for a, step in zip(left, outcome.observations, strict=False)
     )
+    # False sorts first
     return not raised, outcome.timed_out, not raised.startswith(ENDED), not drifts
 
 
@@ -344,7 +348,10 @@ def check_run(
         if reference is None:
             return Verdict(case, fault)
         asked = not shrinking and not is_probe(case)
+        # JAX's programs are traced and compiled while the loop runs
         if asked:
+            # torch computes every window now, while other threads load or compile the programs of
+            # JAX
             reference.start()
         outcomes = run(reference.instance)
         if asked and reference.finding:
@@ -364,8 +371,10 @@ def check_run(
 
         verdict = judge_ranks(case, outcomes, judged)
         found = verdict.violation
+        # a known fault of a library's, which would hide every other one of the loop
         if found and found.diagnosis == POISONED and outcomes[0].keeps_non_finite:
             return Verdict(case, skipped=MULTI_STEPS)
+        # while a case shrinks, JAX is asked of violations alone
         if verdict.violation is not None and not is_probe(case) and reference.finding:
             return Verdict(case, finding=reference.finding)
         return verdict
@@ -395,6 +404,7 @@ def _judged_on_rank(
         runner,
         rules.autocast,
     ).verdict()
+    # a wrong gradient is told in place of a schedule that ends too early
     if verdict.violation or verdict.finding:
         return verdict
     schedules = SCHEDULES_MICRO_BATCHES in rules.assumes

@@ -59,6 +59,7 @@ class JudgeProcess:
         """Wait until it has started, or has ended."""
         if not self.pid and (first := self._receive()) is not None:
             self.pid = int(first)
+            # what started it has ended, since an orphan's starter only forks: no zombie is left
             self._child.process.wait()
 
     def send(self, message: bytes) -> int:
@@ -75,6 +76,7 @@ class JudgeProcess:
         None where there is none.
         """
         while (data := self._receive()) is not None:
+            # answers to cases whose turn never came are read and dropped on the way
             if int.from_bytes(data[:NUMBER]) == number:
                 return data[NUMBER:]
         return None
@@ -95,6 +97,7 @@ class JudgeProcess:
         """
         if not self._gone:
             try:
+                # a forked child shares the socket: its bytes would mix with its parent's
                 self._gone = (
                     os.getpid() != self._owner
                     or os.fstat(self._connection.fileno()).st_ino != self._socket
@@ -138,6 +141,7 @@ def second_process(*, wanted: bool = True) -> Iterator[JudgeProcess | None]:
     Yields:
         The process that is started here; None where none is.
     """
+    # a nested block uses the outer one's process
     if not wanted or _judges or not hasattr(os, "fork"):
         yield None
         return

@@ -68,6 +68,7 @@ def steps_of_plan(
         may_skip: (index of a window in its epoch, number of steps taken before it) -> whether its
             gradient is so.
     """
+    # an endless loop has no last step, so its number says nothing
     if outcome.endless or len(outcome.observations) + len(outcome.skipped) < plan.steps:
         return None
     places: list[int] = []
@@ -120,6 +121,7 @@ def _is_right_at(
     there = reference.window(window.index, parameters, compute)
     try:
         return there.compare(reference.flat(evaluation.gradients)).ratio <= 1
+    # the plain gradient is not finite there, so it cannot be what the step used
     except CannotJudgeError:
         return False
 
@@ -141,12 +143,14 @@ def closure_without_reset(
         outcome: what the loop did.
         evaluation: the call whose gradient is wrong.
     """
+    # within a step alone: between steps a stale gradient is that of another window
     calls = chain.from_iterable(pairwise(each.evaluations) for each in outcome.observations)
     before = next((first for first, second in calls if second is evaluation), None)
     # a hook that edits the gradients of a call leaves an evaluation at the same parameters
     if before is None or before.parameters is evaluation.parameters:
         return None
     flat = window.reference.flat
+    # without what the call before left, it must be this call's gradient
     if window.compare(flat(evaluation.gradients) - flat(before.gradients)).ratio > ROUNDINGS:
         return None
     if window.compare(flat(before.gradients)).ratio <= ROUNDINGS:
@@ -171,6 +175,7 @@ def is_diverged(evaluation: Evaluation) -> bool:
     any other.
     """
     values = evaluation.parameters.values()
+    # products of four of them overflow, and a model of a few layers has such products
     return any(
         bool((p.abs() > torch.finfo(p.dtype).max ** 0.25).any() or p.isnan().any()) for p in values
     )
@@ -183,6 +188,7 @@ def ended_in_divergence(case: Case, outcome: Outcome) -> bool:
     A check of the loss and a gradient scaler then do what they are for. The steps that were taken
     are judged. A loop that the time limit stopped has done neither.
     """
+    # without an optimizer no parameter moves, so no loop can diverge
     if case.optimizer is None or outcome.structure or outcome.timed_out:
         return False
     if outcome.raised is None and len(outcome.observations) >= case.plan.steps:
@@ -193,6 +199,7 @@ def ended_in_divergence(case: Case, outcome: Outcome) -> bool:
 
 def is_start(evaluation: Evaluation, outcome: Outcome) -> bool:
     """Whether no parameter has moved yet, so that the window is one of those that are kept."""
+    # identity is enough: the observer keeps the same tensor as long as its values stay
     return all(value is outcome.start[name] for name, value in evaluation.parameters.items())
 
 
@@ -200,6 +207,7 @@ def is_far(reference: Reference, evaluation: Evaluation) -> bool:
     """Whether some parameter is far larger than all were at first, so that the order of operations
     may overflow.
     """
+    # at least 1, since a model that starts at zeros has no scale of its own
     first = max(
         [1.0, *(float(np.abs(value).max()) for value in reference.values64.values() if value.size)]
     )
@@ -221,6 +229,7 @@ def zeros_that_move(case: Case, observation: Observation) -> dict[str, float]:
         case: the case that the loop trained.
         observation: the step.
     """
+    # the drawn optimizer is nobody's choice, so what it does with zeros concerns nobody
     if case.optimizer in (None, BY_CHANCE) or observation.is_computed:
         return {}
     zeros = [
@@ -238,6 +247,7 @@ def explain_zeros(case: Case, moved: dict[str, float], window: WindowReference) 
     """Return a sentence about the first of these parameters that no item of the window reaches, or
     None.
     """
+    # a parameter that some item reaches has zeros from torch's backward too
     name = next((name for name in moved if name not in window.reached), None)
     return name and (
         f"no item of window {window.index} reaches {name}. Its gradient was zeros and not None, so"
@@ -282,6 +292,7 @@ def stale_parameters(
     step = next(
         k for k, o in enumerate(outcome.observations) if any(e is evaluation for e in o.evaluations)
     )
+    # the latest first: where two of them fit, the lag is the shorter
     for k in reversed(range(step)):
         parameters = outcome.observations[k].evaluations[0].parameters
         if all(parameters[name] is value for name, value in evaluation.parameters.items()):
@@ -329,6 +340,8 @@ class Trajectory:
     def before(self, step: int) -> Violation | None:
         """Return what changed parameters or state between the previous step and this one, or None."""
         observation = self._outcome.observations[step]
+        # what the loop did between the steps is its own; the state of the optimizer is compared all
+        # the same
         if self._edited:
             self._previous = replace(self._previous, after=observation.evaluations[0].parameters)
         # the settings of an optimizer whose step changes nothing decide nothing
@@ -514,6 +527,7 @@ class RunJudge:
         if outcome.structure:
             sentence = f"the loop changed the structure of the parameters: {outcome.structure}"
             return Verdict(case, self._of_model(Diagnosis("changed-model", sentence)))
+        # a probe's right gradient is known without a model
         if is_probe(case):
             violation, ratio = self._on_probe()
             return Verdict(
@@ -568,6 +582,8 @@ class RunJudge:
         skipped = Counter({missing: case.plan.steps - len(places)})
         zeros: str | None = None
         for step, observation in enumerate(self.outcome.observations):
+            # the order is that of the causes: parameters that were changed before a step explain
+            # its gradient
             if violation := trajectory.before(step):
                 return Verdict(case, violation, ratio=ratio)
             for call, evaluation in enumerate(observation.evaluations):
@@ -622,8 +638,11 @@ class RunJudge:
                 index, evaluation.parameters if moved else None, self.autocast
             )
             absent = none_in_place_of_zeros(window, evaluation, self.autocast)
+            # while a case shrinks, what torch computes in one batch is right: JAX would take most
+            # of the time and say the same
             if runner is None and absent is None and window.bound.is_torchs(seen):
                 return 0.0
+            # whether a sum of such numbers overflows depends on its order
             if moved and not np.isfinite(window.expected).all() and is_far(reference, evaluation):
                 return NOT_FINITE
             comparison = window.compare(seen, roughly=runner is None)
@@ -667,10 +686,12 @@ class RunJudge:
     ) -> str | Violation:
         """Return the violation of a wrong gradient, or that the user's problem has none that is right."""
         problem = self.reference.instance.users_problem
+        # a user's loss that is no sum over items has no right gradient to accumulate
         if problem and problem.reduction != "batch":
             fault = gradient_fault(self.reference, window)
             if fault:
                 return fault
+        # the cheap explanations first, each of which needs a comparison and no run of the loop
         known = undeclared_autocast(window, evaluation, self.outcome.compute)
         if known is None and self.runner:
             known = closure_without_reset(window, self.outcome, evaluation)
@@ -696,6 +717,7 @@ class RunJudge:
             known: the diagnosis where it is known already.
         """
         layout = comparison.layout
+        # the parameter with the largest error over its bound stands for the gradient
         parameter, _ = layout.place(comparison.worst.index)
         seen = evaluation.gradients[parameter]
         kind: ViolationKind = "gradient"
@@ -717,6 +739,7 @@ class RunJudge:
             if known is None:
                 known = self._name_of(comparison, window, epoch, e)
             named = known or UNNAMED
+            # items that are left out fit as items of weight 0, too
             if duplicates and is_of_weights(named.name):
                 named = DUPLICATES
             expected = layout.part(window.expected, parameter)
@@ -749,6 +772,8 @@ class RunJudge:
         known = None
         if e:
             known = explain_module_hooks(e, self.outcome.hooked) or explain_gradient(e)
+        # in lower precisions the weights that the gradient determines are too coarse to be read
+        # alone
         if known is None and not window.moved and self.case.dtype == "float64":
             # what the gradient alone determines, without a further run of the loop
             known = diagnose_case(

@@ -147,9 +147,12 @@ def second_opinion(
         functions: tuple[type, ...] = ()
         before = opinion.answered
         for asked in group:
+            # one answer at least, however short the budget: a summary of nothing helps nobody
             if time.perf_counter() - started > budget_s and (opinion.answered or opinion.refused):
                 return opinion
             found = asked.window()
+            # the run that should have moved the parameters failed, which is no window of the
+            # opinion
             if found is None:
                 opinion.windows -= 1
                 continue
@@ -184,6 +187,7 @@ def _wrong_backwards(window: WindowReference, opinion: SecondOpinion) -> tuple[t
     found = wrong_backwards(window.model(), window.reference.instance.problem.loss, _batch(window))
     for wrong in found:
         name = f"{wrong.function.__name__}.backward "
+        # once for each function, though every shape meets it
         if not any(finding.startswith(name) for finding in opinion.findings):
             opinion.findings.append(str(wrong))
     return tuple(wrong.function for wrong in found)

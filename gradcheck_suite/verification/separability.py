@@ -58,13 +58,17 @@ def weights_of_items(loss: Callable[[Sequence[int]], float], items: int) -> list
     weights = [1.0]
     for j in range(1, items):
         together = loss([0, j])
+        # the first item has no weight beside this one, or both have the same loss: the quotient
+        # below has no digits
         if abs(together - per_item[j]) <= LOSS_TOLERANCE * scale:
             return None
         weights.append((per_item[0] - together) / (together - per_item[j]))
+    # a negative weight is no mean's, and of equal weights there is nothing to tell
     if min(weights) <= 0 or max(weights) - min(weights) <= LOSS_TOLERANCE:
         return None
     for batch in [*itertools.combinations(range(items), 2), tuple(range(items))]:
         expected = sum(weights[i] * per_item[i] for i in batch) / sum(weights[i] for i in batch)
+        # negated, so that a NaN refutes as well
         if not abs(loss(batch) - expected) <= LOSS_TOLERANCE * scale:
             return None
     return weights
@@ -106,6 +110,7 @@ def batch_dependence(instance: Instance, model: torch.nn.Module) -> str:
     """
     items = instance.case.plan.total_items
     whole = instance.batch(range(items), torch.float64)
+    # the model before the loss: a module that mixes items makes every loss over them inseparable
     if (found := _mixing_module(instance, model, whole)) is not None:
         name, module = found
         where = f"{name or 'the model'} ({type(module).__name__})"
@@ -165,6 +170,7 @@ def _constant_per_batch(instance: Instance, model: torch.nn.Module) -> float | N
     """Return what a summed loss contains once in every batch, or None: all pairs of three items
     must show it.
     """
+    # a generated problem has the items of its case alone; of a user's any number can be drawn
     drawn = 3 if instance.users_problem else instance.case.plan.total_items
     if instance.problem.reduction != "sum" or drawn < 3:
         return None
@@ -211,6 +217,8 @@ def _mixing_module(
     before = _calls(instance, model, whole)
     for place in range(min(total, MOST_REPLACED)):
         order = list(range(total))
+        # another item of the batch in its place, so that the values stay among those that the model
+        # takes
         order[place] = (place + 1) % total
         try:
             after = _calls(instance, model, items.__getitems__(order))
@@ -222,6 +230,7 @@ def _mixing_module(
                 [_changes(a, b, place, total) for a, b in zip(*values, strict=False)]
                 for values in zip(before[key], after[key], strict=True)
             )
+            # the innermost module comes first, and is the one where the mixing begins
             if True in outputs and True not in inputs:
                 return key[0], model.get_submodule(key[0])
     return None
@@ -229,6 +238,7 @@ def _mixing_module(
 
 def _changes(before: torch.Tensor, after: torch.Tensor, place: int, total: int) -> bool:
     """Return whether values of items change beside that at a place; no values of items do."""
+    # without the items along the first axis nobody can say whose value it is
     if before.shape != after.shape or not before.ndim or len(before) != total:
         return False
     a, b = (torch.cat((values[:place], values[place + 1 :])) for values in (before, after))
@@ -244,6 +254,7 @@ def _calls(instance: Instance, model: torch.nn.Module, batch: Batch) -> Calls:
     handles = []
 
     def copied(values: Any) -> Values:
+        # a copy, since the next module may write in place
         return [t.detach().clone() for t in tensor_leaves(values) if t.is_floating_point()]
 
     for name, module in model.named_modules():
@@ -272,7 +283,7 @@ WEIGHED_ITEMS = 4
 def adds_up(whole: float, parts: list[float]) -> bool:
     """Return whether parts add up to a whole, up to `LOSS_TOLERANCE` of their sizes.
 
-    Scripts copy this.
+    The scripts of violations have a copy of this function.
     """
     return abs(whole - sum(parts)) <= LOSS_TOLERANCE * max(sum(map(abs, parts)), abs(whole))
 
@@ -291,6 +302,7 @@ def objective_fault(instance: Instance) -> str | None:
             negative, or is 0 for items with a loss.
         CannotJudgeError: a window has no valid targets, so there is no mean over it.
     """
+    # a problem may draw random numbers, and the loop has to find the generators as they were
     with seeded(None, instance.device):
         return _objective_fault(instance)
 
@@ -300,6 +312,7 @@ def _objective_fault(instance: Instance) -> str | None:
     plan = instance.case.plan
     _expect_fresh_models(instance)
     model = instance.model(torch.float64)
+    # it refuses a model without a trainable parameter
     optimizer_of(None, model)
     _expect_no_hooks(name, model)
     _expect_targets(instance, model)
@@ -320,6 +333,7 @@ def _objective_fault(instance: Instance) -> str | None:
             raise
         return f"{name}: {sentence}"
     _expect_stateless(instance, model, everything, whole, before)
+    # its windows are computed whole, so there is nothing that would have to add up
     if instance.problem.reduction == "batch":
         return None
     terms = []
@@ -327,6 +341,7 @@ def _objective_fault(instance: Instance) -> str | None:
     total = _weight(instance, everything)
     for batch in _micro_batches(instance):
         weight = _weight(instance, batch)
+        # a micro-batch without valid targets has no part in the sum, and its mean may be NaN
         if weight:
             try:
                 terms.append(weight * _checked_loss(instance, model, batch))
@@ -335,6 +350,7 @@ def _objective_fault(instance: Instance) -> str | None:
                     raise
                 return f"{name}: {sentence}"
             counts.append(weight)
+    # before the losses, which a wrong count makes wrong as well
     if instance.problem.reduction == "mean" and not adds_up(total, counts):
         return (
             f"{name}: Problem.count of all {plan.total_items} items is {total:.6g}, but the counts"
@@ -342,6 +358,8 @@ def _objective_fault(instance: Instance) -> str | None:
             " count must be a sum over items"
         )
     if not adds_up(total * whole, terms):
+        # a wrong reduction is the common mistake, and far easier to mend than a loss that compares
+        # items
         if meant := _meant(instance, model, whole):
             return (
                 f"{name}: the loss is not a mean with the divisor Problem.count, so no loop can be"
@@ -438,6 +456,7 @@ def _expect_fresh_models(instance: Instance) -> None:
             " twice: build it inside"
         )
     one, other = (dict(_tensors(m)) for m in (first, second))
+    # by identity: equal values are what the same seed is for
     owned = {id(tensor): key for key, tensor in one.items()}
     if shared := [key for key, tensor in other.items() if id(tensor) in owned]:
         raise UsageError(
@@ -446,10 +465,11 @@ def _expect_fresh_models(instance: Instance) -> None:
         )
     if one.keys() != other.keys():
         raise UsageError(
-            f"{name}: Problem.model(seed) must return the same model for the same seed, got others'"
-            " names"
+            f"{name}: Problem.model(seed) must return the same model for the same seed, got two whose"
+            " parameters or buffers have different names"
         )
     for key, tensor in one.items():
+        # before its shape is asked for, at which a lazy parameter raises
         if torch.nn.parameter.is_lazy(tensor):
             raise UsageError(
                 f"{name}: {key} has no shape before the first forward, since its module is lazy:"
@@ -518,6 +538,7 @@ def _checked_loss(
     instance: Instance, model: torch.nn.Module, batch: Batch, *, need_graph: bool = False
 ) -> float:
     name = _name(instance)
+    # most of these are asked for their value alone, and a graph takes memory
     with torch.set_grad_enabled(need_graph):
         loss = instance.problem.loss(model, batch)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.ndim:
@@ -562,6 +583,8 @@ def _expect_targets(instance: Instance, model: torch.nn.Module) -> None:
     if instance.problem.reduction != "mean":
         return
     plan = instance.case.plan
+    # each window and not each micro-batch: a micro-batch may be empty of targets, a mean over a
+    # window not
     for index in range(len(plan.windows)):
         items = plan.window_items(index)
         batch = instance.batch(items, torch.float64)
@@ -570,9 +593,8 @@ def _expect_targets(instance: Instance, model: torch.nn.Module) -> None:
         try:
             loss = _checked_loss(instance, model, batch)
         except (UsageError, RuntimeError, ValueError):
-            loss = (
-                0.0  # a mean of nothing is no number, and batch normalization rejects a single item
-            )
+            # a mean of nothing is no number, and batch normalization rejects a single item
+            loss = 0.0
         if loss:
             raise UsageError(
                 f"{_name(instance)}: Problem.count is 0 for {len(items)} items whose loss is"
@@ -655,6 +677,8 @@ def reference_of(case: Case, problem: Problem | None) -> tuple[Reference | None,
         if fault := objective_fault(instance):
             return None, _not_accumulable(case, fault)
         reference = REFERENCES.get(case, problem)
+        # built now, so that an exception of the user's code is told as the problem's and not as the
+        # loop's
         for window in range(len(case.plan.windows)):
             reference.window(window)
     except (UsageError, CannotJudgeError):

@@ -59,6 +59,7 @@ def whole_windows_case(problem_name: str, assumes: frozenset[str], options: Chos
     Most training meets a fault in whole windows; a fault of the short last window is searched for
     afterwards.
     """
+    # unequal sizes tell a mean over items from a mean over micro-batches
     micro_batches = (2, 2, 1, 1) if EQUAL_MICRO_BATCHES in assumes else (1, 3, 4, 2)
     if EQUAL_BATCHES in assumes:
         micro_batches = (2, 2, 2, 2)
@@ -106,6 +107,7 @@ def verify(
     if "seed_value" in fields:
         fields["seed"] = fields.pop("seed_value")
     options = (options or VerifyOptions()).replace(**fields).of(loop)
+    # before the assumptions are checked, which are about the problem of torch
     problem = of_torch(loop, problem)
     chosen = _assumed(loop, options, problem, problem_name)
     autocast = options.autocast or checked_autocast(autocast_of(loop))
@@ -138,12 +140,15 @@ def verify(
                 None if problem is None else problem_name,
                 plan,
             )
+            # what a wrong loop sends is no measure of a right one
             if options.ranks > 1 and search.violation is None:
                 traffic = _traffic(loop, options, problem, problem_name)
         opinion = _opinion(loop, search, problem, options.second_opinion_s)
+        # where XLA has computed all there is nothing of numpy's to check
         checked = () if options.jax == XLA else differences_of_programs()
     except KeyboardInterrupt:
         interrupted = True  # the verdicts so far stand
+    # without the search's frames, which tell the user nothing about the wrong input
     except StopError as stop:
         raise stop.error from None
     result = replace(
@@ -210,6 +215,7 @@ def _placed(search: SearchState, loop: Loop) -> Violation | None:
 
 def _unjudged(tally: Tally, findings: Sequence[str]) -> str:
     """Return why no case could be judged."""
+    # the most frequent reason is the one to mend
     reason = max(
         tally.skipped,
         key=tally.skipped.__getitem__,
@@ -231,6 +237,7 @@ def _assumed(
     if is_jax(loop) and options.optimizer:
         from gradcheck_suite.run.jax_run import jax_optimizer  # torch loops need none of it
 
+        # called for its error alone, before any case is drawn
         jax_optimizer(options.optimizer)
     expect_loop(loop)
     chosen = checked_assumptions({*options.assumes, *assumptions_of(loop)})
@@ -248,6 +255,7 @@ def _cases(*, compiles: bool, optimizer: Any, **fields: Any) -> st.SearchStrateg
     """
     if not compiles:
         return cases(optimizer=optimizer, **fields)
+    # a strategy of optimizers
     if not isinstance(optimizer, str):
         return cases(optimizer=optimizer, **fields).map(_of_two_sizes)
     # an optimizer of optax, of which torch knows nothing
@@ -261,6 +269,7 @@ def _of_two_sizes(case: Case) -> Case:
     sizes = case.plan.micro_batches
     low = min(sizes)
     high = max(sizes)
+    # the nearer of the two, so that a plan of unequal sizes stays one
     few = tuple(low if 2 * n < low + high else high for n in sizes)
     return case if few == sizes else case.replace(plan=case.plan.replace(micro_batches=few))
 
@@ -316,9 +325,8 @@ def _opinion(
         or (violation and (violation.kind in UNASKED or violation.case.spec))
     ):
         return None
-    from gradcheck_suite.verification.second_opinion import (
-        second_opinion,
-    )  # generated problems need no bridge
+    # generated problems need no bridge
+    from gradcheck_suite.verification.second_opinion import second_opinion
 
     return second_opinion(
         [violation.case] if violation else search.tally.users_cases, problem, budget_s=budget_s
@@ -363,6 +371,7 @@ def _frozen_heap() -> Iterator[None]:
     """Leave what exists out of garbage collection: each walk over the objects of torch and JAX
     takes 0.3 s.
     """
+    # somebody has frozen it already, as an outer `verify`: who froze it thaws it
     if gc.get_freeze_count():
         yield
         return
@@ -383,7 +392,6 @@ def _threads(problem: Problem | None) -> AbstractContextManager[None]:
     try:
         size = sum(p.numel() for p in problem.model(0).parameters())
     except (Exception, SystemExit):
-        return (
-            nullcontext()
-        )  # a user's own code may raise anything; the check of the first case reports it
+        # a user's own code may raise anything; the check of the first case reports it
+        return nullcontext()
     return one_thread() if size < LARGE_MODEL else nullcontext()

@@ -1,6 +1,5 @@
-"""Run the zoo of known bugs: which are found, after how many cases, with which diagnosis.
-
-And sound loops.
+"""Run the zoo of known bugs: which are found, after how many cases, with which diagnosis;
+whether sound loops hold.
 """
 
 from __future__ import annotations

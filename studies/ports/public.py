@@ -190,9 +190,8 @@ def _diffusers(row: Mapping[str, Any]) -> Any:
     loading = importlib.import_module("diffusers.models.modeling_flax_pytorch_utils")
     flax = getattr(library, f"Flax{row['model']}")(**row["config"])
     shapes = jax.eval_shape(flax.init_weights, jax.random.key(0))
-    shaped = SimpleNamespace(
-        init_weights=lambda key: shapes
-    )  # as above, without the time that initial values take
+    # as above, without the time that initial values take
+    shaped = SimpleNamespace(init_weights=lambda key: shapes)
 
     def load(state: Mapping[str, Any]) -> Any:
         return loading.convert_pytorch_state_dict_to_flax(_tensors(state), shaped)

@@ -19,9 +19,8 @@ def _parameters() -> list[torch.nn.Parameter]:
 
 def _scaler() -> torch.amp.GradScaler:
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    scaler.scale(
-        torch.ones(())
-    )  # as for a loss; a scaler that has scaled nothing asks for this first
+    # as for a loss; a scaler that has scaled nothing asks for this first
+    scaler.scale(torch.ones(()))
     return scaler
 
 

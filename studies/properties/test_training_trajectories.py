@@ -242,9 +242,8 @@ def test_optimizers_of_some_models_train_as_in_optax(name, dtype):
     assert check(loop, case).holds
     run = judged(loop, case)
     run.settings["history_size"] = len(run.expected)  # all that L-BFGS can have kept
-    if (
-        name == "sparseadam"
-    ):  # a row that no item reaches has no gradient, and not one within the bound of zero
+    # a row that no item reaches has no gradient, and not one within the bound of zero
+    if name == "sparseadam":
         errors = [
             [np.where(g.any(1)[:, None], e, 0) for g, e in zip(*step, strict=True)]
             for step in zip(run.expected, run.allowed, strict=True)

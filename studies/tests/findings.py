@@ -12,6 +12,7 @@ repository's file runs on this environment's torch.
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import subprocess
 import sys
@@ -167,7 +168,10 @@ def environment_for(finding: Finding, folder: Path) -> tuple[Path, str]:
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "beneath.pth").write_text(sysconfig.get_path("purelib") + "\n")
     if finding.packages:
-        _output(python, "-m", "pip", "install", "-q", "--upgrade", *finding.wanted, check=True)
+        # a package that takes a newer torch would bring gigabytes of CUDA from PyPI
+        torch = f"torch=={importlib.metadata.version('torch').partition('+')[0]}"
+        pip = ("-m", "pip", "install", "-q", "--upgrade")
+        _output(python, *pip, torch, *finding.wanted, check=True)
     asked = (
         f"from importlib.metadata import version; print(version({finding.package or 'torch'!r}))"
     )

@@ -2,9 +2,9 @@
 
     python -m studies.tests.release [FOLDER]
 
-The sdist and the wheel go to FOLDER (default dist). Each is installed in a fresh environment, where
-the commands of the README and some tests of the sdist run on the installed package. Nothing is
-uploaded.
+The sdist and the wheel go to FOLDER (default dist). The wheel, which is built from the sdist, is
+installed in a fresh environment, where the commands of the README and some tests of the sdist run on
+the installed package. The sdist then takes its place there. Nothing is uploaded.
 """
 
 from __future__ import annotations
@@ -136,11 +136,20 @@ def try_installed(archive: Path, folder: Path, python: str, extra: str = "") -> 
         extra: of the package, as `"[test]"`.
     """
     run(python, "-m", "venv", folder)
-    empty = folder / "empty"
-    empty.mkdir()
     constraints = ROOT / "constraints.txt"
     pip = (folder / "bin" / "python", "-m", "pip")
     run(*pip, "install", "-q", "-c", constraints, f"{archive}{extra}")
+    run_commands(folder)
+
+
+def run_commands(folder: Path) -> None:
+    """Run what the README promises, in an empty folder.
+
+    Args:
+        folder: of the environment.
+    """
+    empty = folder / "empty"
+    empty.mkdir(exist_ok=True)
     run(folder / "bin" / "gradcheck-suite", "doctor", cwd=empty)
     run(
         folder / "bin" / "gradcheck-suite",
@@ -192,10 +201,12 @@ def main(out: Path) -> None:
             archive.extractall(folder, filter="data")
         (sources,) = Path(folder).iterdir()
         shutil.rmtree(sources / "gradcheck_suite")
-        for one in (wheel, sdist):
-            environment = Path(folder) / one.suffix.strip(".")
-            try_installed(one, environment, sys.executable, "[test]")
-            run_tests(environment, sources)
+        environment = Path(folder) / "environment"
+        try_installed(wheel, environment, sys.executable, "[test]")
+        run_tests(environment, sources)
+        pip = (environment / "bin" / "python", "-m", "pip")
+        run(*pip, "install", "-q", "--no-deps", "--force-reinstall", sdist)
+        run_commands(environment)
         draw_pictures(environment)
         not_found = []
         for version in promised_pythons(ROOT):

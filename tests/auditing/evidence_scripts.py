@@ -1889,6 +1889,33 @@ GROWING = {
         ("means", "0.04 * F.mse_loss(model(x), t)", "violated", ("wrong-scale",)),
     )
 }
+SATURATED = {
+    "sound_saturated_micro_batch": holds(
+        "above = 1e9 if step == 3 and number == 2 else -1\n"
+        "(F.relu(model(torch.randn(5, 3)) - above).mean() / 3).backward()\n"
+        "number = (number + 1) % 3",
+        before="number = 0",
+        passes=3,
+    ),
+    "sound_clamped_micro_batch": holds(
+        "output = model(torch.randn(5, 3))\n"
+        "output = output.clamp(8, 9) if step == 3 and number == 0 else output\n"
+        "(F.mse_loss(output, torch.randn(5, 1)) / 3).backward()\n"
+        "number = (number + 1) % 3",
+        before="number = 0",
+        passes=3,
+    ),
+    "faulty_short_window_beside_a_saturated_micro_batch": violated(
+        "wrong-scale",
+        "above = 1e9 if step == 3 and number == 2 else -1\n"
+        "if step != 1 or number:\n"
+        "    (F.relu(model(torch.randn(5, 3)) - above).mean() / 3).backward()\n"
+        "number = (number + 1) % 3",
+        before="number = 0",
+        passes=3,
+    ),
+}
+"""A micro-batch that brings a gradient of exactly 0 is one of its window."""
 EVIDENCE = {
     **FUNCTIONS,
     **CASTS,
@@ -1915,4 +1942,5 @@ EVIDENCE = {
     **OFFLOADED,
     **GIVEN,
     **GROWING,
+    **SATURATED,
 }

@@ -185,7 +185,7 @@ LAYERS = {
         "self.b(self.a(x).tanh())",
     ),
     "features without versions": Layer(
-        f"{TWO}",
+        TWO,
         "self.b(self.a(x.clone()).tanh())",
         given="torch.inference_mode()(torch.mul)(x, 1)",
     ),

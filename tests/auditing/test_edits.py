@@ -5,7 +5,10 @@ few elements, and a fault beside it is found all the same.
 from __future__ import annotations
 
 import pytest
+import torch
 
+from gradcheck_suite.auditing.replay import EDITED, GradChange, Replay
+from gradcheck_suite.auditing.samples import sample
 from tests.auditing.running import audited
 
 START = """
@@ -128,6 +131,28 @@ def test_a_fault_beside_an_edit_of_few_elements_is_found(name, audit_of):
     assert [one.diagnosis for one in result.violations] == [name], result
 
 
+@pytest.mark.parametrize(("division", "said"), [("p.grad.div_(3)", False), ("pass", True)])
+def test_a_division_before_an_edit_of_few_elements_is_seen(division, said, audit_of):
+    passes = """
+    for _ in range(3):
+        loss(torch.randn(8, 16)).backward()
+"""
+    edit = f"for p in model.parameters(): {division}\n    clip_few()"
+    result = audit_of(_script(passes, edit))
+    assert result.verdict == "holds", result
+    assert any(one.name == "coefficient" for one in result.named_findings) is said
+
+
+def test_a_second_division_before_an_edit_of_few_elements_is_found(audit_of):
+    passes = """
+    for _ in range(3):
+        (loss(torch.randn(8, 16)) / 3).backward()
+"""
+    edit = "for p in model.parameters(): p.grad.div_(3)\n    clip_few()"
+    result = audit_of(_script(passes, edit))
+    assert [one.diagnosis for one in result.violations] == ["wrong-scale"], result
+
+
 def test_what_one_window_left_open_is_settled_by_edited_ones(audit_of):
     """A state that the forward changes is not kept of the first window's calls, and is of the next
     ones, which are edited.
@@ -146,3 +171,66 @@ model.append(Running())
     result = audit_of(text.replace("optimizer = ", f"{state}optimizer = ", 1))
     assert (result.verdict, _edited(result)) == ("holds", WINDOWS - 1), result
     assert sum(result.again.values()) == 3
+
+
+PRECONDITIONED = """
+class Preconditioned(torch.optim.Optimizer):
+    def __init__(self, model):
+        super().__init__(model.parameters(), {})
+        self.inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    def step(self):
+        for p in model.parameters():
+            if p.dim() > 1:
+                values, vectors = torch.linalg.eigh(p.grad @ p.grad.t())
+                rotated = vectors.t() @ p.grad / (values.clamp(min=0).sqrt() + 0.01)[:, None]
+                p.grad.data.copy_(vectors @ rotated)
+                p.grad.data.mul_(0.3)
+        self.inner.step()
+optimizer = Preconditioned(model)
+"""
+
+
+def test_an_optimizer_that_preconditions_in_its_own_step_edits_in_each(audit_of):
+    """As K-FAC does, after a pass for its statistics which is discarded."""
+    passes = """
+    model(torch.randn(8, 16)).log_softmax(1)[:, 0].mean().backward()
+    optimizer.zero_grad()
+    loss(torch.randn(8, 16)).backward()
+"""
+    text = _script(passes, "pass").replace("for step in", f"{PRECONDITIONED}for step in", 1)
+    result = audit_of(text)
+    assert (result.verdict, _edited(result)) == ("holds", WINDOWS), result
+    assert result.windows == WINDOWS
+    assert "unlike-gradient" not in {one.name for one in result.named_findings}
+
+
+def _preconditioned(gradient):
+    values, vectors = torch.linalg.eigh(gradient @ gradient.t())
+    rotated = vectors.t() @ gradient / (values.clamp(min=0).sqrt() + 0.01)[:, None]
+    return vectors @ rotated
+
+
+def test_a_pass_that_was_reset_is_not_seen_in_a_preconditioned_gradient_by_chance():
+    """A whole sample repeats the elements of a small parameter: they are counted once."""
+    seen = 0
+    for seed in range(150):
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(6, 8, bias=False), torch.nn.Tanh(), torch.nn.Linear(8, 4, bias=False)
+        )
+        replayed = Replay(1, {})
+        for index in range(2):
+            model.zero_grad()
+            outputs = model(torch.randn(20, 6))
+            torch.nn.functional.cross_entropy(outputs, torch.randint(0, 4, (20,))).backward()
+            replayed._arrived[0, index] = {
+                key: sample(p.grad, whole=True) for key, p in enumerate(model.parameters())
+            }
+        written = {
+            key: GradChange(EDITED, 1.0, {}, sample(_preconditioned(p.grad), whole=True))
+            for key, p in enumerate(model.parameters())
+        }
+        fit = replayed._fit_of([0, 1], written, {0})
+        assert fit is not None
+        seen += fit.is_of_copies
+    assert seen == 0

@@ -40,7 +40,7 @@ from gradcheck_suite.auditing import (
 
 PLANTED = [
     (samples.BatchedSampler, "_find"),
-    (samples, "read"),
+    (samples, "read_samples"),
     (recorder, "current_place"),
     (recorder, "leaves_below"),
     (recorder.Recorder, "_look_at_gradients"),
@@ -54,7 +54,7 @@ PLANTED = [
     (replay.Replay, "on_step"),
     (judge, "decide"),
     (judge, "judge_weights"),
-    (weights, "compare"),
+    (weights, "compare_terms"),
     (recomputation, "_compute"),
     (program_state.RandomState, "now"),
     (module_calls.ModuleCalls, "_record"),
@@ -406,9 +406,8 @@ def of_bytes():
 
 def of_expanded():
     one = torch.ones(1)
-    wide = one.expand(
-        5
-    )  # copying into it raises, which may not keep the other one from being put back
+    # copying into it raises, which may not keep the other one from being put back
+    wide = one.expand(5)
 
     def draw():
         one.add_(1)
@@ -467,9 +466,8 @@ def of_data(model):
 
 
 def into_trained(model):
-    model.query.weight.mul_(
-        0.9 if model.calls % 2 else 1.0
-    )  # once a window: its micro-batches have the same ones
+    # once a window: its micro-batches have the same ones
+    model.query.weight.mul_(0.9 if model.calls % 2 else 1.0)
 
 
 def into_listed(model):

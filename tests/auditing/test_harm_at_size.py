@@ -129,7 +129,7 @@ def test_names_are_looked_for_once_in_each_module(monkeypatch):
 
 
 def test_millions_of_counted_steps_take_little_memory():
-    one = judge.RunJudge(1, {}, given=None, weights=True, sums=True, name_of=lambda key: None)
+    one = judge.AuditJudge(1, {}, given=None, weights=True, sums=True, name_of=lambda key: None)
     number = 5_000_000
     one.counted += [range(begin, begin + 998) for begin in range(2, number, 1000)]
     tracemalloc.start()

@@ -108,9 +108,8 @@ def test_a_fault_that_this_instrument_alone_finds_is_found_at_the_first_faulty_w
         for finding in result.findings
         if "a module ran in train mode in some micro-batches" in finding
     ]
-    assert len(said) == (every != 1), (
-        result
-    )  # of the windows 3 and 5, those that are not computed again
+    # of the windows 3 and 5, those that are not computed again
+    assert len(said) == (every != 1), result
     assert all(("(2 times)" in finding) == (found is None) for finding in said)
 
 

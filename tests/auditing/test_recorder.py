@@ -95,7 +95,7 @@ def test_windows_that_are_all_short_are_held_to_the_steps_of_the_trainer(
 def test_transformers_trainer_is_held_to_its_steps_where_it_divides_by_them(tmp_path):
     """Releases before transformers#39659 divided by K also where an epoch is shorter.
 
-    Newer ones by its length.
+    Newer ones divide by the number of its micro-batches.
     """
     transformers = pytest.importorskip(
         "transformers", reason="needs transformers: pip install '.[transformers]'"

@@ -1,6 +1,6 @@
 """Sound scripts are not blamed and faulty ones are named, in every dtype.
 
-The parameters are what they are without.
+The parameters are what they are without an audit.
 """
 
 from __future__ import annotations

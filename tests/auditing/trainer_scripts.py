@@ -209,10 +209,9 @@ trainer = lightning.Trainer(
 )
 trainer.fit(Regression(), DataLoader(data, batch_size=4, shuffle=True), DataLoader(data, batch_size=4))
 """,
-    # Image classification as timm's train.py does it: smoothed labels, an exponential average, its
-    # short last window. The loop follows timm's train.py since its commit df81d8d8, in other words.
-    # With `--repaired` the last window changes what the loss is divided by, but not when a step is
-    # due.
+    # Image classification with smoothed labels, an exponential average of the weights and a short
+    # last window. The loop is that of timm's train.py since its commit df81d8d8, rewritten. With
+    # `--repaired` the last window changes what the loss is divided by, but not when a step is due.
     "timm_like": """\
 import torch
 from torch import nn

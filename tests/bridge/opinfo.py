@@ -26,9 +26,8 @@ def op_infos() -> dict[str, list[Any]]:
     if "expecttest" not in sys.modules:
         try:
             import expecttest  # noqa: F401
-        except (
-            ImportError
-        ):  # torch's test utilities subclass its TestCase, and nothing here uses that
+        except ImportError:
+            # torch's test utilities subclass its TestCase, and nothing here uses that
             stand_in = types.ModuleType("expecttest")
             stand_in.TestCase = unittest.TestCase
             sys.modules["expecttest"] = stand_in

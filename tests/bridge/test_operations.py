@@ -73,9 +73,8 @@ def _samples(name: str, each: int) -> list[Any]:
     by_hand = [*INSTEAD.get(name, ()), *BESIDE.get(name, ())]
     if name in INSTEAD:
         return by_hand
-    most = max(
-        each, 3
-    )  # a function's first sample may call another overload, or none that can be compared
+    # a function's first sample may call another overload, or none that can be compared
+    most = max(each, 3)
     samples = [] if name in THROUGH else _kept(name, direct(name, most), each)
     samples = samples or _kept(
         name, recorded(name, THROUGH.get(name, name.lstrip("_")), most), each

@@ -1,6 +1,5 @@
-"""Corner cases of layers that random numbers seldom reach, by hand; what attention sees.
-
-Refused options.
+"""Corner cases of layers that random numbers seldom reach, by hand; what attention sees; refused
+options.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""A loop of JAX on the command line: the decorator, or `--framework jax`; its counterexample.
-
-Its reset modes.
+"""A loop of JAX on the command line: the decorator, or `--framework jax`; its
+counterexample; its reset modes.
 """
 
 from __future__ import annotations

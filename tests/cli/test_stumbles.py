@@ -47,6 +47,15 @@ def test_a_relative_import_gets_the_hint_to_name_the_module(run, src_layout):
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize("name", ["pkg.sub.loop", "pkg"])
+def test_a_module_that_is_in_src_is_said_to_be_there(run, src_layout, name):
+    said = run("verify", f"{name}:train").err
+    assert said.endswith(
+        '; it is in src: set pythonpath = ["src"] in [tool.gradcheck-suite] of pyproject.toml\n'
+    )
+    assert "in src" not in run("verify", "other.sub.loop:train").err
+
+
 def test_another_failed_import_gets_no_such_hint(run, project):
     (project / "lacks.py").write_text("import nowhere_to_be_found\n")
     assert "name the module" not in run("verify", "lacks.py:train").err
@@ -378,6 +387,13 @@ def test_the_page_shows_the_script_s_own_lines_beside_a_library_s(project):
         [2, "second", "loss"],
         [3, "third", "backward"],
     ]
+
+
+def test_a_line_that_does_two_things_is_marked_with_both(project):
+    (project / "train.py").write_text("first\n(loss / 4).backward()\n")
+    places = {"division": "train.py:2", "loss": "train.py:1", "backward": "train.py:2"}
+    (one, two) = places_source(places, project)["lines"]
+    assert (one[2], two[2]) == ("loss", "division, backward")
 
 
 def test_a_notebook_s_cell_is_listed(project, monkeypatch):

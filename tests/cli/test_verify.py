@@ -58,12 +58,55 @@ def test_a_number_of_processes_that_is_none_is_bad_usage(run, monkeypatch):
     assert outcome.err.endswith("error: GRADCHECK_SUITE_PROCESSES: expected 1 or 2, got 'three'\n")
 
 
-def test_the_header_says_what_is_tried_and_with_which_precision(run):
-    outcome = run(
-        "verify", "zero_", "--examples", 1, "--seed", 3, "--dtype", "float32", "--optimizer", "adam"
-    )
-    assert "1 case per loop, seed 3, float32 on cpu, optimizer adam" in outcome.out
-    assert "matmul precision: torch highest (TF32 off, cuDNN TF32 off), jax highest" in outcome.out
+MATMUL = "matmul precision: torch highest (TF32 off, cuDNN TF32 off), jax highest"
+PRINTED = [
+    # the arguments, the status, and what is printed
+    (
+        "zero_ --examples 1 --seed 3 --dtype float32 --optimizer adam",
+        0,
+        ("1 case per loop, seed 3, float32 on cpu, optimizer adam", MATMUL),
+    ),
+    (
+        "loops.py:sound --assume whole-windows --assume equal-micro-batches --examples 2",
+        0,
+        ("assumes equal-micro-batches, whole-windows: nothing else was tried",),
+    ),
+    (
+        "loops.py:raises",
+        1,
+        (
+            "the loop failed: ValueError: two lines (loops.py, line ",
+            "Traceback (most recent call last):",
+        ),
+    ),
+    # options may stand between loops
+    pytest.param(
+        "loops.py:sound --examples 2 zero_", 0, ("all 2 loops hold\n",), marks=pytest.mark.full
+    ),
+    # a loop's own prints pass
+    pytest.param(
+        "loops.py:chatty --examples 1",
+        0,
+        ("the loop says hello", "the loop holds"),
+        marks=pytest.mark.full,
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "status", "said"), PRINTED)
+def test_what_is_asked_and_found_is_printed(run, arguments, status, said):
+    outcome = run("verify", *arguments.split())
+    assert (outcome.status, outcome.err) == (status, "")
+    for text in said:
+        assert text in outcome.out
+
+
+@pytest.mark.full
+def test_a_loop_is_quiet_where_it_is_to_be(run):
+    outcome = run("verify", "loops.py:chatty", "--examples", 1, "--quiet-loop")
+    assert outcome.status == 0
+    assert "the loop says hello" not in outcome.out
+    assert "the loop holds" in outcome.out
 
 
 @pytest.mark.usefixtures("script_runs")
@@ -126,13 +169,6 @@ def test_what_the_command_line_assumes_is_assumed_in_the_script(run, project):
 
 
 @pytest.mark.full
-def test_options_may_stand_between_loops(run):
-    outcome = run("verify", "loops.py:sound", "--examples", 2, "zero_")
-    assert outcome.status == 0
-    assert outcome.out.endswith("all 2 loops hold\n")
-
-
-@pytest.mark.full
 def test_without_a_loop_every_reset_mode_is_verified(run, project):
     outcome = run("verify", "--examples", 2, "--json", "out.json")
     assert outcome.status == 0
@@ -151,15 +187,6 @@ def test_list_prints_every_built_in_loop_and_trainer(run):
     ]
 
 
-@pytest.mark.full
-def test_a_loops_own_prints_pass_unless_it_is_to_be_quiet(run):
-    assert "the loop says hello" in run("verify", "loops.py:chatty", "--examples", 1).out
-    quiet = run("verify", "loops.py:chatty", "--examples", 1, "--quiet-loop")
-    assert quiet.status == 0
-    assert "the loop says hello" not in quiet.out
-    assert "the loop holds" in quiet.out
-
-
 def test_the_header_names_the_versions_of_the_libraries_that_a_loop_imports(run, project):
     (project / "mine.py").write_text("def loop(run):\n    import rich.console\n")
     outcome = run("verify", "mine.py:loop", "--examples", 1, "--json", "out.json")
@@ -167,14 +194,6 @@ def test_the_header_names_the_versions_of_the_libraries_that_a_loop_imports(run,
     assert json.loads((project / "out.json").read_text())["environment"]["versions"][
         "rich"
     ] == version("rich")
-
-
-def test_a_loop_that_raises_is_a_violation_with_its_traceback(run):
-    outcome = run("verify", "loops.py:raises")
-    assert outcome.status == 1
-    assert "the loop failed: ValueError: two lines (loops.py, line " in outcome.out
-    assert "Traceback (most recent call last):" in outcome.out
-    assert outcome.err == ""
 
 
 @pytest.mark.parametrize(
@@ -203,12 +222,6 @@ def test_a_case_of_a_loop_with_autocast_is_replayed_with_it(run, project, a_case
     )
     assert "low-precision" in run("replay", "case.json", "loops.py:autocast").out
     assert run("replay", "case.json", "loops.py:autocast", "--autocast", "bfloat16").status == 0
-
-
-def test_assumptions_are_stated(run):
-    outcome = run("verify", "loops.py:sound", "--assume", "whole-windows", "--assume", "equal-micro-batches",
-                  "--examples", 2)  # fmt: skip
-    assert "assumes equal-micro-batches, whole-windows: nothing else was tried" in outcome.out
 
 
 def test_a_users_problem(run):
@@ -275,20 +288,21 @@ def test_findings_and_skipped_cases_are_reported(run, project, monkeypatch, a_ca
     assert "1 case could not be judged here: no kernel" in outcome.out
 
 
-def test_a_finding_changes_no_other_status(run, monkeypatch, a_case):
-    planted(
-        monkeypatch,
-        [Verdict(a_case)],
-        findings=("differ",),
-        violations=(Violation("raised", "raised", "", a_case),),
-    )
-    assert run("verify", "zero_").status == 1
-    planted(monkeypatch, [Verdict(a_case)], findings=("differ",), interrupted=True)
-    assert run("verify", "zero_").status == 130
-    planted(
-        monkeypatch, [Verdict(a_case, finding="differ")], findings=("differ",), unjudged="differ"
-    )
-    assert run("verify", "zero_").status == 2
+@pytest.mark.parametrize(
+    ("finding", "raised", "fields", "status"),
+    [
+        (None, True, {}, 1),
+        (None, False, {"interrupted": True}, 130),
+        ("differ", False, {"unjudged": "differ"}, 2),
+    ],
+)
+def test_a_finding_changes_no_other_status(
+    run, monkeypatch, a_case, finding, raised, fields, status
+):
+    violations = (Violation("raised", "raised", "", a_case),) if raised else ()
+    verdict = Verdict(a_case, finding=finding)
+    planted(monkeypatch, [verdict], findings=("differ",), violations=violations, **fields)
+    assert run("verify", "zero_").status == status
 
 
 def test_where_nothing_could_be_judged_nothing_is_said_to_hold(run, project, monkeypatch, a_case):

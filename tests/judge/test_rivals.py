@@ -604,9 +604,9 @@ def test_what_is_right_there_holds():
 
 
 def test_a_wrong_weight_that_is_the_same_with_a_small_loss_is_not_blamed_on_the_loss():
-    """The window's first weighs 1.5 times in every run.
+    """The window's first micro-batch weighs 1.5 times what it should in every run.
 
-    The rest another weight in the third run alone.
+    The others have another weight in the third run alone.
     """
     runs = []
 

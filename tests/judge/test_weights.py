@@ -127,7 +127,7 @@ def _not_set_to_0():
 def _short_over_ranks(*, whole):
     """Return two windows of two ranks, of which the second has one micro-batch, and is wrong.
 
-    Or a whole one, too.
+    With `whole`, also a right window of a plan in which K is 2.
     """
     windows, owners = ((0, 1), (2,)), (0, 1, 1)
     own, short = (

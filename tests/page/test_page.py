@@ -101,9 +101,8 @@ def test_the_page_is_whole_and_fetches_nothing(html):
     ]
     issues = [f"https://github.com/{repository}/issues/" for repository in REPOSITORIES.values()]
     assert all(link.startswith(tuple(issues)) for link in outside)
-    assert all(
-        f'<a href="{link}" rel="noreferrer">' in html for link in outside
-    )  # followed on a click alone
+    # followed on a click alone
+    assert all(f'<a href="{link}" rel="noreferrer">' in html for link in outside)
     assert len(html.encode()) < MOST_BYTES
     (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', html)
     assert "default-src &#39;none&#39;" in policy

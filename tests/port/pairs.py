@@ -40,9 +40,8 @@ class Decoder(nn.Module):
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH + 3, WIDTH)
         self.norm, self.attention, self.last = nn.LayerNorm(WIDTH), Attention(), nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        nn.init.zeros_(
-            self.down.weight
-        )  # as many do: a comparison of initial outputs sees nothing behind it
+        # as many do: a comparison of initial outputs sees nothing behind it
+        nn.init.zeros_(self.down.weight)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.words(ids) + self.places(torch.arange(ids.shape[1]))
@@ -335,9 +334,8 @@ def rotary(fault: str = "", *, seen: Any = None, **more: Any) -> dict[str, Any]:
         k = jax.lax.stop_gradient(k) if fault == "stop-gradient" else k
         scores = q @ k.swapaxes(1, 2)
         earlier, padding = jnp.tril(jnp.ones((n, n), bool)), jnp.where(seen, 0.0, -1e30)[:, None]
-        if (
-            fault == "mask-value"
-        ):  # a row that sees nothing sees all keys alike, and with torch's two masks some
+        # a row that sees nothing sees all keys alike, and with torch's two masks some
+        if fault == "mask-value":
             scores = jnp.where(earlier & seen[:, None], scores, -1e30)
         else:
             scores = jnp.where(earlier, scores, -1e30) + padding

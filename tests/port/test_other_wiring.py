@@ -1,6 +1,5 @@
-"""Faults of what is done in which order, at which index, and at every step.
-
-And optimizers of another kind.
+"""Faults of what is done in which order, at which index, and at every step; optimizers
+of another kind.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Faults planted in ports of convolutions, recurrent layers, losses and optimizers.
-
-And sound ones in other forms.
+"""Faults planted in ports of convolutions, recurrent layers, losses and optimizers; sound
+ports in other forms.
 """
 
 from __future__ import annotations
@@ -231,9 +230,8 @@ class Warming(torch.optim.SGD):
 
 
 def test_a_schedule_of_a_subclass_whose_base_class_calls_the_hooks_too():
-    torch.optim.SGD(
-        [torch.nn.Parameter(torch.zeros(1))], 0.1
-    )  # from here on its `step` calls hooks
+    # from here on its `step` calls hooks
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)
     made = {
         "torch_optimizer": lambda p: Warming(p, 0.1, momentum=0.9),
         "jax_optimizer": optax.sgd(lambda step: 0.1 * jnp.minimum(1.0, step / 4), 0.9),

@@ -260,9 +260,8 @@ def test_rounding_never_writes_to_an_argument_that_an_operation_returns():
             y, returned = torch.ops.gradcheck_suite_tests.recurrent(x, weight)
         assert (y - 1 / 3).abs().max() > 1e-6
         assert weight.tolist() == [1 / 3] * 2
-        assert (returned is weight) == isinstance(
-            mode, _Narrowed
-        )  # random rounding has moved a copy
+        # random rounding has moved a copy
+        assert (returned is weight) == isinstance(mode, _Narrowed)
 
 
 # Rounding within torch's operations that once looked like a fault of torch in low precision: each

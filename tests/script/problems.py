@@ -24,7 +24,7 @@ def load(text: str) -> ModuleType:
 def _sources() -> dict[Signal, tuple[Input, tuple[Layer, ...]]]:
     """Return, for each signal, an input and a trainable layer or none that lead to it.
 
-    Shortest first.
+    The shortest way is taken.
     """
     inputs = [
         Input(kind.name, **o) for kind in INPUTS.values() if kind.drawn for o in kind.variants

@@ -110,9 +110,9 @@ def test_a_users_loop_is_copied_as_it_is(mine):
     ],
 )
 def test_a_users_loop_that_does_not_stand_alone_is_imported_from_its_file(mine, text, tmp_path):
-    """In another working directory, where neither the suite nor JAX can be imported.
+    """The script runs in another working directory, where neither the suite nor JAX can be imported.
 
-    Then fixed.
+    It runs again after the loop is fixed.
     """
     mine.write_text(text)
     (tmp_path / "helper.py").write_text("")

@@ -651,6 +651,3 @@ def test_layers_inside_others_count_and_each_case_counts_once():
     assert found["layers"] == {"linear": 2, "residual": 1, "tanh": 1}
     assert found["losses"] == {"mse, sum": 1, "mse, mean": 1}
     assert found["inputs"] == {"vector": 2}
-
-
-# What holds of every plan that the strategy draws.

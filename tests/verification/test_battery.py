@@ -418,9 +418,8 @@ def test_a_loop_that_is_made_for_its_problem_is_not_blamed_for_the_probes():
     ]
 
 
-@pytest.mark.parametrize(
-    "least", [0, 100]
-)  # of micro-batches: every probe has 0, those of long plans alone have 100
+# of micro-batches: every probe has 0, those of long plans alone have 100
+@pytest.mark.parametrize("least", [0, 100])
 def test_a_loop_that_is_made_for_its_optimizer_is_not_blamed_for_one_that_rests(least):
     def only_adamw(run):
         assert len(run.loader) < least or isinstance(run.optimizer, torch.optim.AdamW)

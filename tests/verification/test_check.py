@@ -439,10 +439,7 @@ class _WrongInFloat32(torch.autograd.Function):
 
 
 def _opposed(wrong_by: float = 0.0) -> Problem:
-    """Return a problem whose items have gradients of 5, 11, -16, 5, ...
-
-    With respect to the weight.
-    """
+    """Return a problem whose items have gradients of 5, 11, -16, 5, ... by the weight."""
 
     def model(seed):
         torch.manual_seed(seed)

@@ -181,10 +181,8 @@ def test_the_last_call_counts_where_no_state_leaves_the_compiled_function():
     [
         ("0ps 1p 2ps", "optimizer-state-changed"),  # the second state is lost
         pytest.param("0p 1p 2p", "optimizer-state-changed", marks=pytest.mark.full),
-        (
-            "0 0ps 1ps",
-            "the optimizer was called 2 times",
-        ),  # compiled by a call, and the last window has no step
+        # compiled by a call, and the last window has no step
+        ("0 0ps 1ps", "the optimizer was called 2 times"),
         ("0p 0ps 1ps 2ps", "parameter-drift"),  # an update is applied twice
     ],
 )

@@ -336,9 +336,6 @@ def test_a_users_problem_is_asked_whether_its_gradient_adds_up(reduction, kind, 
     assert _judged(_ran(), problem=problem).holds
 
 
-# From where on parameters have diverged: at each limit itself, and on both sides of it.
-
-
 # Zeros that let an optimizer move a parameter which its window does not reach are explained; they
 # are no violation.
 
@@ -387,11 +384,8 @@ def test_the_distance_on_zeros_is_said():
         ("zero_", "adamw", ((0, 1), (1, 0))),  # every window reaches the expert
         ("zero_", "adamw", ((0,), (0,))),  # no window reaches it, so that zeroing leaves None
         ("zero_", None, ((0, 1), (0,))),
-        (
-            "zero_",
-            "normalized",
-            ((0, 1), (0,)),
-        ),  # drawn by chance, where nobody asked for an optimizer
+        # drawn by chance, where nobody asked for an optimizer
+        ("zero_", "normalized", ((0, 1), (0,))),
     ],
 )
 def test_nothing_is_said_where_none_would_do_the_same(loop, optimizer, routes):

@@ -1,6 +1,5 @@
-"""A loop that says that it cannot train something is not blamed.
-
-And what a loop is tried on first.
+"""A loop that says that it cannot train something is not blamed; what a loop is
+tried on first.
 """
 
 from __future__ import annotations

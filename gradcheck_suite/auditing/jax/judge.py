@@ -472,7 +472,7 @@ class JaxJudge:
         if not window.used:
             return StepFault("no-gradient", "nothing of the window is in the gradient at the step")
         first = window.used[0]
-        # before what follows: of gradients by several parameters no weight says anything
+        # first: weights of gradients that were taken at different parameters say nothing
         if not all(is_same_point(first, column) for column in window.used):
             return StepFault(
                 "stale-parameters",

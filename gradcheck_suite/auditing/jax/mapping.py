@@ -1,7 +1,7 @@
 """A window of a run of JAX in the records that the judge of the audit reads.
 
-A pass is a pass, a device is a rank, and what JAX itself has added up over devices has one
-coefficient on all of them.
+Each gradient that was computed becomes a backward pass, each device a rank. What JAX itself has
+added up over devices has one coefficient on all of them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Level = np.ndarray[tuple[int], np.dtype[np.float64]]
 EVEN = 1e-5
 """Relative difference of the weights of items that weigh the same."""
 TOLERANCE = 2e-5
-"""Of a weight that JAX has computed in float32, relative."""
+"""Relative error of a weight that JAX has computed in float32."""
 KEY = 0
-"""That of all parameters: the samples of all leaves are one vector."""
+"""The one key of all parameters: the samples of all leaves are one vector."""
 
 
 def term_of(term: LossTerm, levels: Sequence[Sequence[float]], unread: str) -> Term:
@@ -41,7 +41,7 @@ def term_of(term: LossTerm, levels: Sequence[Sequence[float]], unread: str) -> T
     if term.opaque or unread or not len(levels):
         return Term(expression, opaque=term.opaque or unread or "it has no items", line=line)
     rows = [np.asarray(one, np.float64) for one in levels]
-    # a level without weights is all masked: it is even, and counts nothing
+    # a level without weights is masked as a whole: it is even, and is left out of the counts
     even = [one for one in rows if not one[NUMBER] or _is_even(one)]
     if not even:
         return Term(expression, opaque="its items have other weights each", line=line)

@@ -349,12 +349,12 @@ def _sampled(rows: Any) -> Any:
     table = rows.reshape(rows.shape[0], number // width, width)
     of_rows = _waves(number // width, rows.dtype)
     # a sum with the outer product of two short waves: two small products, and no long wave
-    # XLA multiplies float32 in bfloat16 on a TPU and in TF32 on a GPU unless told otherwise:
-    # https://docs.jax.dev/en/latest/jax.lax.html#jax.lax.Precision
     columns = jnp.einsum(
         "lrc,cp->lrp",
         table,
         _waves(width, rows.dtype),
+        # XLA multiplies float32 in bfloat16 on a TPU and in TF32 on a GPU unless told otherwise:
+        # https://docs.jax.dev/en/latest/jax.lax.html#jax.lax.Precision
         precision="highest",
     )
     return jnp.concatenate([elements, jnp.sum(columns * of_rows, 1)], 1)

@@ -33,7 +33,7 @@ BOTH = "sums and weights"
 FEWEST_ALIKE = 2
 """Gradients that have the norm of another one, in all windows, from which on that is no chance."""
 FEWEST_STEPS = 3
-"""Steps after which parameters that are still the same are not updated."""
+"""Fewest steps that show that parameters are never updated, or that each micro-batch has a step of its own."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,24 +261,10 @@ class Verdicts:
         )
         self._note_shares(windows, pending, weighed)
         self._leave_out_unread(pending, weighed)
-        reduced = {
-            window.step.number
-            for window in windows
-            if any(column.mark.reduced for column in window.used)
-        }
-        multiplied = {
-            window.step.number
-            for window in windows
-            if any(column.mark.adds_up_loss for column in window.used)
-        }
+        causes = _causes_of_steps(windows)
         for found in (weighed.violations, weighed.provisional):
             found[:] = [
-                _with_cause(one, "summed-by-jax")
-                if one.step in reduced
-                else _with_cause(one, "summed-loss")
-                if one.step in multiplied
-                else one
-                for one in found
+                _with_cause(one, causes[one.step]) if one.step in causes else one for one in found
             ]
         return weighed
 
@@ -291,12 +277,10 @@ class Verdicts:
             records = [
                 one.window.passes[index].records[device] for device, index in one.coefficients
             ]
-            opaque = [
-                Unknown("weights", str(record.place), term.opaque)
-                for record in records
-                for term in record.terms
-                if term.opaque
-            ]
+            opaque = list[Unknown]()
+            for record in records:
+                place = str(record.place)
+                opaque += [Unknown("weights", place, t.opaque) for t in record.terms if t.opaque]
             if opaque and len(records) > one.length == 1:
                 weighed.steps.discard(one.window.number)
                 weighed.unknown[opaque[0]] += 1
@@ -357,6 +341,19 @@ def _in_jax_words(violation: Violation) -> Violation:
     # the rules are shared with torch, and speak of `.grad` and of ranks
     sentence = sentence.replace("`.grad`", "the gradient at the step").replace("rank", "device")
     return replace(violation, explanation=f"{sentence}{fix}{remedy_text}")
+
+
+def _causes_of_steps(windows: Sequence[StepGradients]) -> dict[int, str]:
+    """Return the number of each step whose gradient JAX has added up over devices -> how it did."""
+    found: dict[int, str] = {}
+    for window in windows:
+        marks = [column.mark for column in window.used]
+        # a gradient that was reduced explains the scale, whatever its loss went through
+        if any(mark.reduced for mark in marks):
+            found[window.step.number] = "summed-by-jax"
+        elif any(mark.adds_up_loss for mark in marks):
+            found.setdefault(window.step.number, "summed-loss")
+    return found
 
 
 def _with_cause(violation: Violation, cause: str) -> Violation:

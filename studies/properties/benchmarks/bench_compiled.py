@@ -53,9 +53,8 @@ needs_compiler = pytest.mark.skipif(
 
 
 @needs_compiler
-@pytest.mark.filterwarnings(
-    "ignore"
-)  # the compiler warns about its own imports and about the device
+# the compiler warns about its own imports and about the device
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.benchmark(group="compiled")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("mode", BENCHMARKED, ids=lambda mode: mode.name)

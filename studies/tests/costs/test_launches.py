@@ -22,10 +22,8 @@ from studies.workload import Size
         ([320 * CHUNK], 1),
         ([320 * CHUNK + 1], 2),
         ([CHUNK + 1] * 160, 2),  # 110 tensors fill the first launch
-        (
-            [3 * CHUNK] * 107,
-            2,
-        ),  # 321 blocks: the last tensor's last chunk goes into a second launch
+        # 321 blocks: the last tensor's last chunk goes into a second launch
+        ([3 * CHUNK] * 107, 2),
         ([319 * CHUNK, 2 * CHUNK, 1], 2),
     ],
 )

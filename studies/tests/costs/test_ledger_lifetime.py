@@ -133,9 +133,8 @@ def test_neither_ledger_nor_tensors_are_kept_alive():
         assert [r() for r in (*gradients, *storages)] == [None] * 4
         assert [r() for r in parameters] == [None] * 2
         live = ledger.live
-        assert (
-            live["gradients"] == live["optimizer state"] == 72
-        )  # (2 * 3 + 3) float64, counted at the end
+        # (2 * 3 + 3) float64, counted at the end
+        assert live["gradients"] == live["optimizer state"] == 72
         del ledger
         assert gone() is None
     finally:

@@ -23,9 +23,8 @@ KEPT = Path(__file__).parents[3] / "reports"
 
 def test_almost_every_bug_of_the_zoo_has_a_link():
     cited = {name for bug in BUGS.values() for name in bug.citations if "#" in name}
-    assert {name for name in cited if "<a " not in with_links(name)} <= {
-        "AnimaLoraStudio#305"
-    }  # of which fork?
+    # of which fork?
+    assert {name for name in cited if "<a " not in with_links(name)} <= {"AnimaLoraStudio#305"}
 
 
 def test_every_page_is_there_with_its_figures(tmp_path):
@@ -73,9 +72,8 @@ def test_figures_older_than_their_code_have_a_badge(tmp_path):
         pages.report_markdown(build(tmp_path), lambda figure: ""),
         pages.report_html(build(tmp_path)),
     )
-    assert (
-        markdown.count("**1 of these 2 runs: older than the code it speaks of**") == 2
-    )  # the answer, the section
+    # the answer, the section
+    assert markdown.count("**1 of these 2 runs: older than the code it speaks of**") == 2
     assert (html.count(">some older than the code</span>"), html.count(badge)) == (2, 1)
 
 

@@ -513,9 +513,10 @@ def test_the_answer_on_modes_shows_the_modes_alone(tmp_path):
     for mode in MODES:
         verdict(tmp_path, mode, dtype="bfloat16")
     brief = build(tmp_path).answers[0].brief
+    # float32 is not listed: one mode alone was run in it
     assert brief.startswith(
         f"Yes, all {len(MODES)} modes hold in float64, bfloat16 on the CPU, and"
-    )  # float32: one mode
+    )
     assert everything.rows[0][0] == "mine"
     assert {name for name, _ in everything.rows} == {"mine", *MODES, *JAX_MODES}
     assert everything.notes[0].startswith("Not run: ")

@@ -171,9 +171,8 @@ def jax_donated_again(run: JaxTrainingRun) -> None:
         first = found = sums(params, window[:1])
         for batch in window[1:]:
             found = add(found, sums(params, [batch]))
-        assert jax.tree.all(
-            jax.tree.map(lambda a: jnp.isfinite(a).any() | True, first)
-        )  # reads it for a log
+        # reads it for a log
+        assert jax.tree.all(jax.tree.map(lambda a: jnp.isfinite(a).any() | True, first))
         return _over(run, *found)
 
     train_with(run, gradient)

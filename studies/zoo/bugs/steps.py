@@ -173,9 +173,8 @@ def scheduler_per_micro_batch(run: TrainingRun) -> None:
     meant to.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # torch says that a scheduler is stepped before the optimizer
+        # torch says that a scheduler is stepped before the optimizer
+        warnings.simplefilter("ignore")
         scheduler = torch.optim.lr_scheduler.ExponentialLR(run.optimizer, 0.9)
         for window in windows(run):
             run.optimizer.zero_grad()

@@ -63,9 +63,9 @@ def test_the_old_trainer_takes_no_loss_function():
 
 @OLD
 def test_the_old_trainer_is_named_on_the_command_line(tmp_path):
-    """As a user asks: every plan is drawn, and two faults of it are among them.
+    """As a user asks: every plan is drawn, and two of the trainer's faults show.
 
-    Whole windows' comes first.
+    That of whole windows comes first.
     """
     path = tmp_path / "result.json"
     command = [

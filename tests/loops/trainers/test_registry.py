@@ -212,9 +212,8 @@ def test_where_no_question_could_be_asked_nothing_holds(asked):
     assert status == 2
     assert "holds" not in out
     assert "no question could be asked here" in err
-    assert (
-        asked(GONE, options=["--exit-zero"])[0] == 0
-    )  # as in a shard of a campaign over all trainers
+    # as in a shard of a campaign over all trainers
+    assert asked(GONE, options=["--exit-zero"])[0] == 0
 
 
 def test_models_are_asked_of_one_trainer_alone(asked):

@@ -112,9 +112,8 @@ def test_a_place_needs_no_page_in_its_link_and_back_returns_to_where_the_reader_
     assert page.locator("#zoo.current").count() == 1
     page.evaluate("scrollTo(0, 400)")
     page.wait_for_timeout(1000)  # scrolling is smooth
-    assert page.locator("#tab-trust").evaluate(
-        "tab => tab.getBoundingClientRect().top >= 0"
-    )  # the header stays
+    # the header stays
+    assert page.locator("#tab-trust").evaluate("tab => tab.getBoundingClientRect().top >= 0")
     page.locator("#tab-trust").click()
     page.wait_for_selector("#trust.current")
     page.go_back()
