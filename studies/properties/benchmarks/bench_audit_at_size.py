@@ -6,6 +6,11 @@ trains in a process of its own, once without and once with the audit, in turn. A
 of the processor time of the training and of the peak of the process's memory, medians over rounds.
 Imports and the beginning of the audit are in neither. Steps by the million are in
 `tests/auditing/test_harm_at_size.py`: what is kept of these needs no training.
+
+1.05 is out of reach for 4,000 optimizers of one parameter, whose training takes 1.5 s in all: 190 us
+a step, 270 with the audit. The first 20 windows and what is computed again there take 0.15 s, once in
+a run; the pair in each 500 windows takes 25 us for each step, since a judged window takes 4 ms; a step
+that is only counted takes 15.
 """
 
 from __future__ import annotations
