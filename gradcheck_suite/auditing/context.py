@@ -776,7 +776,8 @@ class TorchAudit:
     def _recompute(self, window: StepWindow) -> None:
         violation = self._judge.of_last_step()
         weights = self._weights_of(window, violation)
-        is_edited = window.edit == FREE and violation is None
+        is_masked = window.edit is None and bool(window.masked)
+        is_edited = (window.edit == FREE or is_masked) and violation is None
         if window.edit is not None and not is_edited:
             return
         if not weights or self._recorder.is_off(WINDOW_AGAIN):

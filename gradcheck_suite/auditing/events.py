@@ -47,6 +47,8 @@ class PassRecord:
             of `torch.autograd.grad`, which the program puts into `.grad` itself; `late` for what
             comes with a later pass that reduces it into a shard.
         was: key of a parameter whose `.grad` was touched -> a sample of it before the arrival.
+        masked: key of such a parameter -> what `MaskWatch` tells of its elements, where some were
+            kept.
         now: key of a parameter -> a sample of `.grad` after the arrival, or of the result; none of
             what is late.
         shards: key of this rank's part of what was summed up over all ranks in the pass -> by what
@@ -78,6 +80,7 @@ class PassRecord:
     terms: list[Term] = field(default_factory=list)
     arrivals: dict[int, str] = field(default_factory=dict)
     was: dict[int, Raw] = field(default_factory=dict)
+    masked: dict[int, Raw] = field(default_factory=dict)
     now: dict[int, Raw] = field(default_factory=dict)
     # FSDP reduces into these, which no hook sees
     shards: dict[int, float] = field(default_factory=dict)
@@ -103,7 +106,7 @@ class PassRecord:
 
     def columns(self) -> tuple[Column, ...]:
         """Return what may lie on a device."""
-        return self.was, self.now, self.raw
+        return self.was, self.masked, self.now, self.raw
 
 
 @dataclass(frozen=True)
@@ -164,6 +167,8 @@ class StepRecord:
             for the first time since the last pass; empty where it did not.
         has_unseen: whether gradients arrived since the last step from a pass that was not entered
             from Python.
+        masked: key of a parameter -> what `MaskWatch` tells of the elements of its `.grad`, where
+            some were kept.
     """
 
     optimizer: int
@@ -185,10 +190,17 @@ class StepRecord:
     unwritten: Sequence[int] = ()
     before_clipping: dict[int, Raw] = field(default_factory=dict)
     has_unseen: bool = False
+    masked: dict[int, Raw] = field(default_factory=dict)
 
     def columns(self) -> tuple[Column, ...]:
         """Return what may lie on a device."""
-        return self.gradients, self.values, self.moved, self.before_clipping
+        return (
+            self.gradients,
+            self.values,
+            self.moved,
+            self.before_clipping,
+            self.masked,
+        )
 
 
 @dataclass(frozen=True)

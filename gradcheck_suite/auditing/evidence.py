@@ -83,7 +83,8 @@ class WindowEvidence:
         indices: of its passes: the columns of the arrays.
         keys: of the parameters whose `.grad` is explained: the rows.
         coefficients: (rows, columns), of each pass in each `.grad`, that of the rank which has most
-            of it; NaN where nothing has arrived, or exactly 0.
+            of it; NaN where nothing has arrived, or exactly 0, and in the gradients that were set to
+            0 after the last pass.
         null: (columns,), whether all that arrived was 0 as far as it was looked at, which tells
             nothing.
         unknown: (columns,), whether something may have arrived that no sampled element shows.
@@ -296,6 +297,11 @@ def evidence_of(window: StepWindow) -> WindowEvidence:
         # not `>`: that is False beside the NaN with which the maximum begins
         larger = told[rank] & ~(np.abs(values[rank]) <= np.abs(largest))
         largest = np.where(larger, values[rank], largest)
+    # what is set to 0 after the last pass lacks all of them, whatever it had lost before: the other
+    # parameters tell
+    is_removed = np.isin(keys, window.removed)
+    others = in_any_row(~np.isnan(largest[~is_removed]))
+    largest[is_removed[:, None] & others] = np.nan
     return WindowEvidence(
         window,
         indices,

@@ -308,6 +308,11 @@ def is_reset(node: ast.AST) -> bool:
     """Return whether a node may reset a `.grad`: `zero_grad()`, `.grad.zero_()`, `.grad = None`, a
     product with 0.
     """
+    return _sets_zero(node) and not _is_of_part(node)
+
+
+def _sets_zero(node: ast.AST) -> bool:
+    """Return whether a node may set a `.grad`, or elements of one, to 0 or None."""
     if isinstance(node, ast.Call):
         name = ast.unparse(node.func)
         arguments = ast.unparse(ast.Tuple(node.args)).strip("(,)")
@@ -340,10 +345,40 @@ def is_edit(node: ast.AST) -> bool:
         )
     else:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        edits = any(
-            isinstance(target, ast.Attribute) and target.attr == "grad" for target in targets
-        )
-    return edits and not is_reset(node)
+        edits = any(_is_gradient(target) for target in targets)
+    return edits and not _sets_zero(node)
+
+
+def is_mask(node: ast.AST) -> bool:
+    """Return whether a node may set elements of a `.grad` to 0, and leave the others."""
+    return is_edit(node) or (_sets_zero(node) and _is_of_part(node))
+
+
+def _is_gradient(target: ast.AST | None) -> bool:
+    """Return whether what is assigned to is a `.grad`, or elements of one."""
+    while isinstance(target, ast.Subscript) or (
+        isinstance(target, ast.Attribute) and target.attr == "data"
+    ):
+        target = target.value
+    return isinstance(target, ast.Attribute) and target.attr == "grad"
+
+
+_PART = re.compile(r"\.grad(\.data)?\[(?!:\]|\.\.\.\])")
+"""Elements of a `.grad` by their index, which is neither `[:]` nor `[...]`."""
+
+
+def _is_of_part(node: ast.AST) -> bool:
+    """Return whether a node writes to elements of a `.grad` by their index."""
+    if isinstance(node, ast.Call):
+        return _PART.search(ast.unparse(node.func)) is not None
+    return any(_PART.search(target) for target in _targets(node))
+
+
+def _targets(node: ast.AST) -> list[str]:
+    """Return what an assignment assigns to."""
+    if isinstance(node, ast.Assign):
+        return list(map(ast.unparse, node.targets))
+    return [ast.unparse(node.target)] if isinstance(node, ast.AugAssign) else []
 
 
 def lines_between(

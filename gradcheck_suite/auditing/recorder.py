@@ -54,6 +54,7 @@ from gradcheck_suite.auditing.events import (
 )
 from gradcheck_suite.auditing.known_graphs import KnownGraphs, Made, Uses, uses_below
 from gradcheck_suite.auditing.loss_values import rewritten_loss, rewritten_outside
+from gradcheck_suite.auditing.masks import MaskWatch
 from gradcheck_suite.auditing.modes import Apart, is_of_rows
 from gradcheck_suite.auditing.parameter_points import ParameterPoints, Points
 from gradcheck_suite.auditing.places import (
@@ -346,6 +347,8 @@ class Recorder:
         self._checks: bool | None = None
         self._before: dict[int, str] = {}
         self._touched: dict[int, Raw] = {}
+        self._masks = MaskWatch()
+        self._masked: dict[int, Raw] = {}
         self._accumulated_into: list[torch.Tensor] = []
         self._unseen: set[int] = set()
         self._standing: dict[int, Raw] = {}
@@ -419,6 +422,8 @@ class Recorder:
             known.gradient = known.grad_hook = known.hooks = known.raw = known.ratio = None
         self._before.clear()
         self._touched.clear()
+        self._masks = MaskWatch()
+        self._masked.clear()
         self._unseen.clear()
         self._standing.clear()
         self._graphs.forget()
@@ -951,6 +956,8 @@ class Recorder:
             else ()
         )
         self._touched = dict(zip(given, found, strict=True))
+        self._masks.unchanged(same)
+        self._masked = self._masks.changed(given)
         self._unseen &= self._before.keys()
         self._standing = {key: raw for key, raw in self._standing.items() if key in self._before}
 
@@ -978,6 +985,10 @@ class Recorder:
         # passes inside of this one: one arrival, from the first state to the last
         record.arrivals = {key: self._before.get(key, NONE) for key in given} | record.arrivals
         record.was |= {key: self._touched[key] for key in self._touched.keys() & given.keys()}
+        record.masked |= {key: self._masked[key] for key in self._masked.keys() & given.keys()}
+        if self._sums:
+            self._masks.begun(key for key in given if key not in self._before)
+            self._masks.arrived(given, full=self._full(), sparse=self._sparse)
 
     def _taken(
         self, gradients: Mapping[int, torch.Tensor], *, whole: bool = False
@@ -1331,6 +1342,7 @@ class Recorder:
             self._is_wrapped(index) or bool(self._late),
             unwritten=unwritten,
             has_unseen=not self._unseen.isdisjoint(gradients),
+            masked=self._masks.stepped(given),
         )
         step.before_clipping = {
             key: one for key, one in self._before_clipping.items() if key in gradients

@@ -221,6 +221,8 @@ SAME = "same"
 RESET = "reset"
 REDUCED = "reduced"
 FACTOR = "factor"
+MASKED = "masked"
+"""Some elements were set to 0, and the others are what they were."""
 EDITED = "edited"
 NOT_FINITE = "not finite"
 WRITTEN = "written"
@@ -266,6 +268,8 @@ class StepWindow:
             edited; None where there is no such factor.
         edits_slightly: whether sampled elements alone might not have shown an edit after the last
             pass.
+        masked: parameters of whose `.grad` elements were set to 0 between passes -> whether the same
+            ones each time: whether none of these stands there after another pass of the window.
     """
 
     optimizer: int
@@ -293,6 +297,7 @@ class StepWindow:
     factor_error: float = 0.0
     edits_slightly: bool = False
     factor_of_most: float | None = None
+    masked: Mapping[int, bool] = field(default_factory=dict)
 
     @property
     def where(self) -> Place:
@@ -394,6 +399,7 @@ class Replay:
         self._null: set[tuple[int, int, int]] = set()
         self._zero: set[tuple[int, int, int]] = set()
         self._late: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        self._zeroed: dict[tuple[int, int], tuple[npt.NDArray[np.bool_], bool]] = {}
         self._not_finite: set[int] = set()
         self._owners: defaultdict[int, set[int]] = defaultdict(set)
         self._copies: dict[int, int] = {}
@@ -624,7 +630,11 @@ class Replay:
         self._note_alike(records)
         # all ranks are measured before any is changed: a reduction is a sum over them
         explained = [
-            self._explain_all(rank, arrays_only(record.was), inside=True)
+            self._explain_masked(
+                rank,
+                self._explain_all(rank, arrays_only(record.was), inside=True),
+                arrays_only(record.masked),
+            )
             for rank, record in enumerate(records)
         ]
         for rank, ones in enumerate(explained):
@@ -643,12 +653,77 @@ class Replay:
             replace(
                 record,
                 was={},
+                masked={},
                 now={},
                 raw={},
             )
             for record in records
         ]
         return index
+
+    def _explain_masked(
+        self, rank: int, found: Mapping[int, GradChange], told: Mapping[int, Vector]
+    ) -> Mapping[int, GradChange]:
+        """Return the explanations, with the gradients of which elements were set to 0 between passes.
+
+        Passes stand there as before: whether the same elements were set to 0 after each of them, the
+        step tells.
+
+        Args:
+            rank: on which it was measured.
+            found: key of a parameter -> what is explained by samples.
+            told: key of a parameter -> what `MaskWatch` tells, of many more elements.
+        """
+        states = self._states[rank]
+        explained = dict(found)
+        for key, one in found.items():
+            if key in told:
+                is_masked = _is_masked(told[key]) and one.event not in (REDUCED, WRITTEN)
+            else:
+                is_masked = one.event == EDITED and self._looks_masked(rank, key, one.now)
+            if is_masked:
+                explained[key] = one._replace(event=MASKED, coefficients=states[key].coefficients)
+        return explained
+
+    def _looks_masked(self, rank: int, key: int, now: Vector) -> bool:
+        """Return whether the sampled elements were set to 0, or are what they were, and note which.
+
+        A program may begin to set elements to 0 at any step: then no more of them were kept before
+        the first time.
+        """
+        state = self._states[rank][key]
+        now = now[:ELEMENTS]
+        then = state.sample[:ELEMENTS]
+        is_other = now != then
+        zeroed = is_other & (now == 0)
+        is_mask = zeroed.any() and not (is_other & (now != 0)).any() and now.any()
+        if is_mask:
+            sums = np.cumsum(self._arrivals_in(rank, key, state.coefficients), axis=0)
+            stood = sums[:-1].any(axis=0)
+            self._zeroed[rank, key] = zeroed, bool((zeroed & stood).any())
+        return bool(is_mask)
+
+    def _arrivals_in(self, rank: int, key: int, passes: Coefficients) -> Vector:
+        """Return (passes, elements), what some passes have brought to a parameter, in their order."""
+        found = [self._arrived[rank, index].get(key, ZERO) for _, index in sorted(passes)]
+        return np.array([one[:ELEMENTS] for one in found]).reshape(-1, ELEMENTS)
+
+    def _masked_in(self, steps: Sequence[StepRecord]) -> dict[int, bool]:
+        """Return the parameters of whose `.grad` elements were set to 0 between passes, on some rank,
+        and whether the same ones each time.
+        """
+        found = dict[int, bool]()
+        for rank, step in enumerate(steps):
+            for key, told in arrays_only(step.masked).items():
+                if _is_masked(told):
+                    _, returns, _ = told
+                    found[key] = found.get(key, True) and not returns
+            for key, now in arrays_only(step.gradients).items():
+                zeroed, returned = self._zeroed.pop((rank, key), (ZERO, False))
+                if zeroed.any():
+                    returns = returned or bool(now[:ELEMENTS][zeroed].any())
+                    found[key] = found.get(key, True) and not returns
+        return found
 
     def _note_alike(self, records: Sequence[PassRecord]) -> None:
         """Note whether the same arrived on all ranks."""
@@ -775,6 +850,7 @@ class Replay:
             self._zero,
             self._not_finite,
             self._late,
+            self._zeroed,
             self._discarded,
         ):
             kept.clear()
@@ -819,6 +895,7 @@ class Replay:
         explained = self._replaced(explained, unwritten)
         window = self._window(first, split, is_of_copies=is_of_copies)
         window.unclipped = self._before_clipping(first)
+        window.masked = self._masked_in(steps)
         self._fill(window, explained)
         window.misplaced = (
             self._misplaced_copies if is_of_copies else self._misplaced(window.passes, explained)
@@ -1431,6 +1508,12 @@ class Replay:
 def _are_equal(own: Mapping[int, Vector], other: Mapping[int, Vector]) -> bool:
     """Return whether the same arrived at the same parameters."""
     return own.keys() == other.keys() and all(map(np.array_equal, own.values(), other.values()))
+
+
+def _is_masked(told: Vector) -> bool:
+    """Return whether elements of a `.grad` were set to 0 between passes, and none to something else."""
+    is_zeroed, _, has_other = told
+    return bool(is_zeroed) and not has_other
 
 
 def _common(factors: Mapping[int, float | None]) -> float:

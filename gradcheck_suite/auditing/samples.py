@@ -427,6 +427,21 @@ def _flat(tensor: torch.Tensor, spot: _Spot) -> npt.NDArray[Any]:
     return _flat(copy, spot).copy()  # before the copy is let go of
 
 
+def some_of(tensor: torch.Tensor, most: int) -> Any | None:
+    """Return a copy of at most so many elements of a tensor, as an array or where it lies on a device,
+    None where it has no memory.
+    """
+    step = max(1, -(-tensor.numel() // most))
+    step = step + (step > 1 and step % 2 == 0)
+    spot = _spot(tensor)
+    if spot is not None:
+        return _numbers(_flat(tensor, spot)[::step]).copy()
+    if not _can_be_gathered(tensor):
+        return None
+    with torch.no_grad():
+        return tensor.detach().reshape(-1)[::step].clone()
+
+
 def _can_be_gathered(tensor: torch.Tensor) -> bool:
     """Return whether one kernel may read some elements of a tensor together with those of others."""
     return (

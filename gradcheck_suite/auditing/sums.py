@@ -28,6 +28,7 @@ from gradcheck_suite.auditing.places import (
     is_conditional,
     is_edit,
     is_given_up,
+    is_mask,
     is_reset,
     is_skipped,
     is_tried,
@@ -347,6 +348,30 @@ TOLD_APART = (LIKENESS, UNCOVERED, ENOUGH_ELEMENTS)
 
 
 # What was changed between the passes.
+
+
+def _is_masked_in_some(e: E) -> Found:
+    """Ask whether elements of a `.grad` are set to 0 after some passes, and stand there after others.
+
+    The same elements each time are the program's decision: the gradient is that of the sum, masked.
+    """
+    keys = [key for key, is_fixed in e.window.masked.items() if not is_fixed]
+    if not keys:
+        return None
+    some = keys if len(keys) < len(e.keys) else ()
+    return Sighting(key=keys[0], keys=some, change=_masks(e))
+
+
+def _is_masked(e: E) -> Found:
+    """Ask whether elements of a `.grad` are set to 0 between the passes, and none of them stands there
+    after another one.
+    """
+    if not e.window.masked:
+        return None
+    change = _masks(e)
+    line = None if change is None else change.line
+    parameters = counted(len(e.window.masked), "parameter")
+    return Sighting({"parameters": parameters}, where=line or _at_step(e))
 
 
 def _is_unknown(e: E) -> bool:
@@ -794,6 +819,19 @@ def _edits(e: E) -> Change | None:
     )
 
 
+def _masks(e: E) -> Change | None:
+    """Return where elements of a `.grad` may have been set to 0 between the passes."""
+    if len(e.indices) < 2:
+        return None
+    return _between(
+        e,
+        0,
+        e.record(len(e.indices) - 1),
+        is_mask,
+        "edit",
+    )
+
+
 def _is_clipping(e: E) -> bool:
     """Return whether clipping is all that may have changed `.grad` between the passes."""
     edits = _edits(e)
@@ -967,6 +1005,13 @@ TAIL = Rule[E](
     kind="step-count",
 )
 _EDITS = in_order(
+    Rule[E](
+        "masked",
+        "edited-gradient",
+        _is_masked,
+        "elements of `.grad` are set to 0 between the backward passes, in {parameters}, and nothing"
+        " stands in them at the step, which is the program's decision",
+    ),
     Rule[E]("results written", "composed-gradient", _is_written, is_silent=True),
     Rule[E](
         "edited",
@@ -1185,6 +1230,13 @@ _WHOLE = in_order(
     ),
     _rescaled("rescaled by the program", _is_rescaled_by_program),
     Rule[E]("fitted", "composed-gradient", _is_fitted, is_silent=True),
+    Rule[E](
+        "masked in some",
+        "reset-inside-window",
+        _is_masked_in_some,
+        "elements of `.grad` are set to 0 after a backward pass of the window and not after each of"
+        " them, so that they lack micro-batches",
+    ),
     _clipped("clipped between", _is_clipped_between),
     _changed("edited between", _is_edited_between),
     Rule[E]("copies", "composed-gradient", _is_of_copies, needs=(LIKENESS,), is_silent=True),

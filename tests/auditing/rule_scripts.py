@@ -260,5 +260,20 @@ for sizes in ((4, 5), (6, 7), (5, 5), (8, 6), (7, 4), (9, 6), (5, 6)):
         (loss(n, reduction="sum") / 12).backward()
     step()
 """,
+    "finding_frozen_column": """
+for _ in range(5):
+    for _ in range(2):
+        (loss() / 2).backward()
+        model[0].weight.grad[:, 0] = 0
+    step()
+""",
+    "faulty_masked_once": """
+for _ in range(5):
+    for number in range(2):
+        (loss() / 2).backward()
+        if number == 0:
+            model[0].weight.grad[:, 0] = 0
+    step()
+""",
 }
 """A script by its name, which says its verdict: those that are `finding` hold with one."""

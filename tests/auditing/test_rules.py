@@ -58,6 +58,8 @@ SHOWN = {
     "faulty_count_of_nothing": "wrong count",
     "faulty_missing_step": "missing step",
     "finding_constant_count": "coefficient",
+    "finding_frozen_column": "masked",
+    "faulty_masked_once": "masked in some",
     # those of other tests
     "sound_curvature_last": "before the first step",
     "sound_begun_anew_by_less": "begun anew",
@@ -217,6 +219,7 @@ def _window(step, **more):
         "before": 0,
         "local": (),
         "null": set(),
+        "zero": set(),
         "not_finite": set(),
     }
     return StepWindow(**{**fields, **more})

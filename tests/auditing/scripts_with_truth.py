@@ -1,0 +1,292 @@
+"""Training scripts whose first line says what is true of them: what a program does to elements of
+`.grad` between passes, to parameters between forward and backward, and to a shared loss scale.
+"""
+
+from __future__ import annotations
+
+WITH_TRUTH = {
+    "s3_frozen_rows": """
+# TRUTH sound (gradients of frozen rows are set to 0 after every backward)
+import torch
+import torch.nn.functional as F
+torch.manual_seed(13)
+emb, head = torch.nn.Embedding(12, 4), torch.nn.Linear(4, 3)
+frozen = torch.tensor([0, 5, 7])
+opt = torch.optim.SGD([*emb.parameters(), *head.parameters()], lr=0.1)
+for step in range(8):
+    for micro in range(3):
+        ids, y = torch.randint(0, 12, (4, 2)), torch.randint(0, 3, (4,))
+        (F.cross_entropy(head(emb(ids).mean(1)), y) / 3).backward()
+        emb.weight.grad[frozen] = 0
+    opt.step()
+    opt.zero_grad()
+""",
+    "m_s3a": """
+# TRUTH sound (first column of a Linear's gradient is masked after every backward)
+import torch
+torch.manual_seed(0)
+net = torch.nn.Linear(4, 3)
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(3):
+    for micro in range(2):
+        (net(torch.randn(4, 4)).square().mean() / 2).backward()
+        net.weight.grad[:, 0] = 0
+    opt.step()
+    opt.zero_grad()
+""",
+    "m_s3b": """
+# TRUTH sound (same, masked by multiplication)
+import torch
+torch.manual_seed(0)
+net = torch.nn.Linear(4, 3)
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(3):
+    for micro in range(2):
+        (net(torch.randn(4, 4)).square().mean() / 2).backward()
+        net.weight.grad.mul_(torch.tensor([0.0, 1, 1, 1]))
+    opt.step()
+    opt.zero_grad()
+""",
+    "m_s3c": """
+# TRUTH sound (same, 1 of 3000 elements)
+import torch
+torch.manual_seed(0)
+net = torch.nn.Linear(100, 30)
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(3):
+    for micro in range(2):
+        (net(torch.randn(4, 100)).square().mean() / 2).backward()
+        net.weight.grad[7, 5] = 0
+    opt.step()
+    opt.zero_grad()
+""",
+    "m_s3d": """
+# TRUTH sound (masked once, after the last backward)
+import torch
+torch.manual_seed(0)
+net = torch.nn.Linear(4, 3)
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(3):
+    for micro in range(2):
+        (net(torch.randn(4, 4)).square().mean() / 2).backward()
+    net.weight.grad[:, 0] = 0
+    opt.step()
+    opt.zero_grad()
+""",
+    "m_s3e": """
+# TRUTH sound (mask by a post-accumulate hook)
+import torch
+torch.manual_seed(0)
+net = torch.nn.Linear(4, 3)
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+net.weight.register_post_accumulate_grad_hook(lambda p: p.grad.__setitem__((slice(None), 0), 0))
+for step in range(3):
+    for micro in range(2):
+        (net(torch.randn(4, 4)).square().mean() / 2).backward()
+    opt.step()
+    opt.zero_grad()
+""",
+    "m_f2b": """
+# TRUTH faulty line 11 (one row of 400 is cleared after the second of three micro-batches)
+import torch
+torch.manual_seed(0)
+emb = torch.nn.Embedding(400, 3)
+opt = torch.optim.SGD(emb.parameters(), lr=0.1)
+for step in range(12):
+    for micro in range(3):
+        ids = torch.randint(0, 400, (64,))
+        (emb(ids).square().mean() / 3).backward()
+        if micro == 1:
+            emb.weight.grad[ids[0]] = 0
+    opt.step()
+    opt.zero_grad()
+""",
+    "f2_rows_reset": """
+# TRUTH faulty reset-inside-window line 15 (rows of earlier micro-batches are zeroed)
+import torch
+import torch.nn.functional as F
+torch.manual_seed(2)
+emb, head = torch.nn.Embedding(12, 4), torch.nn.Linear(4, 3)
+frozen = torch.tensor([0, 1, 2])
+opt = torch.optim.SGD([*emb.parameters(), *head.parameters()], lr=0.1)
+for step in range(8):
+    for micro in range(3):
+        ids, y = torch.randint(0, 12, (4, 2)), torch.randint(0, 3, (4,))
+        (F.cross_entropy(head(emb(ids).mean(1)), y) / 3).backward()
+        keep = torch.zeros(12, 1)
+        keep[ids.flatten()] = 1
+        keep[frozen] = 0
+        emb.weight.grad.mul_(keep)
+    opt.step()
+    opt.zero_grad()
+""",
+    "frozen_bias": """
+# TRUTH sound (the whole gradient of the bias is set to 0 after each backward pass)
+import torch
+torch.manual_seed(0)
+net = torch.nn.Linear(4, 3)
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(5):
+    for micro in range(2):
+        (net(torch.randn(4, 4)).square().mean() / 2).backward()
+        net.bias.grad.zero_()
+    opt.step()
+    opt.zero_grad()
+""",
+    "late": """
+# TRUTH sound (columns are masked from the seventh step on)
+import torch
+torch.manual_seed(0)
+net = torch.nn.Linear(100, 30)
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(12):
+    for micro in range(2):
+        (net(torch.randn(4, 100)).square().mean() / 2).backward()
+        if step >= 6:
+            net.weight.grad[:, :50] = 0
+    opt.step()
+    opt.zero_grad()
+""",
+    "late_bad": """
+# TRUTH faulty reset-inside-window line 10 (a mask after the first pass alone, from step 6 on)
+import torch
+torch.manual_seed(0)
+net = torch.nn.Linear(100, 30)
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(12):
+    for micro in range(2):
+        (net(torch.randn(4, 100)).square().mean() / 2).backward()
+        if step >= 6 and micro == 0:
+            net.weight.grad[:, :50] = 0
+    opt.step()
+    opt.zero_grad()
+""",
+    "prune": """
+# TRUTH sound (a mask of each parameter, then clipping)
+import torch
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4))
+masks = [(torch.rand_like(p) > 0.7).float() for p in net.parameters()]
+opt = torch.optim.Adam(net.parameters(), lr=0.01)
+for step in range(8):
+    for micro in range(4):
+        (net(torch.randn(4, 16)).square().mean() / 4).backward()
+        for p, m in zip(net.parameters(), masks):
+            p.grad.mul_(m)
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+    opt.step()
+    opt.zero_grad(set_to_none=False)
+""",
+    "prune_wrong_scale": """
+# TRUTH faulty wrong-scale line 9 (a mask of each parameter, and a second division by 4)
+import torch
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4))
+masks = [(torch.rand_like(p) > 0.7).float() for p in net.parameters()]
+opt = torch.optim.Adam(net.parameters(), lr=0.01)
+for step in range(8):
+    for micro in range(4):
+        (net(torch.randn(4, 16)).square().mean() / 16).backward()
+        for p, m in zip(net.parameters(), masks):
+            p.grad.mul_(m)
+    opt.step()
+    opt.zero_grad(set_to_none=False)
+""",
+    "first_only": """
+# TRUTH faulty reset-inside-window line 10 (a column is masked after the first pass alone)
+import torch
+torch.manual_seed(0)
+net = torch.nn.Linear(4, 3)
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(5):
+    for micro in range(2):
+        (net(torch.randn(4, 4)).square().mean() / 2).backward()
+        if micro == 0:
+            net.weight.grad[:, 0] = 0
+    opt.step()
+    opt.zero_grad()
+""",
+    "half": """
+# TRUTH faulty not-linear line 9 (a column is halved after each pass)
+import torch
+torch.manual_seed(0)
+net = torch.nn.Linear(4, 3)
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(5):
+    for micro in range(2):
+        (net(torch.randn(4, 4)).square().mean() / 2).backward()
+        net.weight.grad[:, 0] *= 0.5
+    opt.step()
+    opt.zero_grad()
+""",
+    "threshold": """
+# TRUTH faulty reset-inside-window line 8 (small elements are set to 0 after each pass)
+import torch
+torch.manual_seed(0)
+net = torch.nn.Linear(4, 3)
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(5):
+    for micro in range(3):
+        (net(torch.randn(4, 4)).square().mean() / 3).backward()
+        g = net.weight.grad
+        g[g.abs() < g.abs().median()] = 0
+    opt.step()
+    opt.zero_grad()
+""",
+    "clipv": """
+# TRUTH faulty clipped line 9 (clipped by value after each pass)
+import torch
+torch.manual_seed(0)
+net = torch.nn.Linear(4, 3)
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(5):
+    for micro in range(2):
+        (net(torch.randn(4, 4)).square().mean() / 2).backward()
+        torch.nn.utils.clip_grad_value_(net.parameters(), 0.02)
+    opt.step()
+    opt.zero_grad()
+""",
+    "frozen_bias_bad": """
+# TRUTH faulty reset-inside-window line 10 (the bias, after the first pass alone)
+import torch
+torch.manual_seed(0)
+net = torch.nn.Linear(4, 3)
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(5):
+    for micro in range(2):
+        (net(torch.randn(4, 4)).square().mean() / 2).backward()
+        if micro == 0:
+            net.bias.grad.zero_()
+    opt.step()
+    opt.zero_grad()
+""",
+    "reset_and_mask": """
+# TRUTH faulty reset-inside-window line 8 (reset for each micro-batch, beside a mask)
+import torch
+torch.manual_seed(0)
+net = torch.nn.Linear(4, 3)
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(5):
+    for micro in range(2):
+        opt.zero_grad(set_to_none=False)
+        (net(torch.randn(4, 4)).square().mean() / 2).backward()
+        net.weight.grad[:, 0] = 0
+    opt.step()
+""",
+    "scaler": """
+# TRUTH sound (a mask under a GradScaler)
+import torch
+torch.manual_seed(0)
+net = torch.nn.Linear(4, 3)
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+for step in range(5):
+    for micro in range(2):
+        scaler.scale(net(torch.randn(4, 4)).square().mean() / 2).backward()
+        net.weight.grad[:, 0] = 0
+    scaler.step(opt)
+    scaler.update()
+    opt.zero_grad()
+""",
+}
+"""A script by its name; a name and a line in its truth are those of the verdict."""

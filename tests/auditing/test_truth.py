@@ -1,0 +1,46 @@
+"""Scripts whose first line says what is true of them get that verdict, under that name, at that line."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.auditing.running import audited
+from tests.auditing.scripts_with_truth import WITH_TRUTH
+
+TRUTH = re.compile(r"# TRUTH (?P<verdict>sound|faulty) ?(?P<name>(?!line )[a-z-]+)? ?(line (?P<line>\d+))?")
+
+
+@pytest.fixture
+def result_of(tmp_path):
+    def result(name):
+        path = tmp_path / f"{name}.py"
+        path.write_text(WITH_TRUTH[name].lstrip())
+        return audited(path)[0]
+
+    return result
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.share(6)
+@pytest.mark.parametrize("name", WITH_TRUTH)
+def test_the_verdict_is_what_is_true_of_the_script(name, result_of):
+    truth = TRUTH.match(WITH_TRUTH[name].lstrip())
+    result = result_of(name)
+    assert result.verdict == ("holds" if truth["verdict"] == "sound" else "violated"), result
+    if truth["name"] is not None and truth["verdict"] == "faulty":
+        # one cause has one name
+        assert {one.diagnosis for one in result.violations} == {truth["name"]}, result
+    if truth["line"] is not None:
+        places = {str(one.where).rpartition(":")[2] for one in result.violations}
+        assert truth["line"] in places, result
+
+
+@pytest.mark.parametrize("name", ["m_s3a", "m_s3c", "m_s3e", "late", "prune"])
+def test_elements_that_are_set_to_zero_after_each_pass_are_a_finding(name, result_of):
+    result = result_of(name)
+    (edited,) = [one for one in result.named_findings if one.name == "edited-gradient"]
+    assert "nothing stands in them at the step" in edited.sentence
+    windows = 6 if name == "late" else result.windows
+    assert edited.steps == windows
