@@ -354,6 +354,34 @@ def is_mask(node: ast.AST) -> bool:
     return is_edit(node) or (_sets_zero(node) and _is_of_part(node))
 
 
+_IN_PLACE = (
+    "add_",
+    "addcdiv_",
+    "addcmul_",
+    "clamp_",
+    "copy_",
+    "div_",
+    "fill_",
+    "lerp_",
+    "load_state_dict",
+    "mul_",
+    "normal_",
+    "set_",
+    "sub_",
+    "uniform_",
+    "zero_",
+)
+"""Last parts of the names by which a program writes to a tensor, or to all of a module."""
+
+
+def is_write(node: ast.AST) -> bool:
+    """Return whether a node may write to parameters: in place, or by their `.data`."""
+    if isinstance(node, ast.Call):
+        name = ast.unparse(node.func)
+        return "grad" not in name and name.endswith(_IN_PLACE)
+    return any(".data" in target and "grad" not in target for target in _targets(node))
+
+
 def _is_gradient(target: ast.AST | None) -> bool:
     """Return whether what is assigned to is a `.grad`, or elements of one."""
     while isinstance(target, ast.Subscript) or (

@@ -22,14 +22,14 @@ E = TypeVar("E")
 
 @dataclass(frozen=True)
 class Change:
-    """What changed `.grad`, and where.
+    """What changed `.grad` or parameters, and where.
 
     Attributes:
-        what: a `reset`, an `edit` or a `division`.
+        what: a `reset`, an `edit` or a `division` of `.grad`, or a `write` to parameters.
         lines: that may have done it, a few at most; the one of a single line is known.
     """
 
-    what: Literal["reset", "edit", "division"]
+    what: Literal["reset", "edit", "division", "write"]
     lines: Sequence[str]
 
     @property
@@ -38,9 +38,12 @@ class Change:
         return self.lines[0] if len(self.lines) == 1 else None
 
     def __str__(self) -> str:
-        done = "reset" if self.what == "reset" else "changed"
+        is_reset = self.what == "reset"
+        done = "`.grad` was reset" if is_reset else "`.grad` was changed"
+        if self.what == "write":
+            done = "parameters may have been written"
         lines = " or ".join(line.partition(" < ")[0] for line in self.lines)
-        return f" (`.grad` was {done} at {lines})"
+        return f" ({done} at {lines})"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import ast
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, product
+from itertools import chain, pairwise, product
 from typing import Literal
 
 import numpy as np
@@ -32,6 +32,7 @@ from gradcheck_suite.auditing.places import (
     is_reset,
     is_skipped,
     is_tried,
+    is_write,
     lines_between,
 )
 from gradcheck_suite.auditing.replay import (
@@ -720,9 +721,19 @@ def _is_changed_each_time(e: E) -> Found:
     return None if ratios is None else _unequal(e, ratios)
 
 
-def _is_moved(e: E) -> bool:
-    """Ask whether the passes had different parameters."""
-    return len(e.required) > 1 and any(map(e.moved, e.required))
+def _is_moved(e: E) -> Found:
+    """Ask whether the passes had different parameters when they began.
+
+    A write between a forward and its backward is one, too, also where it is taken back before the
+    next forward.
+    """
+    pairs = list(pairwise(e.required))
+    moved = next((pair for pair in pairs if e.moved(*pair)), None)
+    if moved is None:
+        return None
+    first, last = moved
+    # what a line writes to is not known: it is no place of the fault
+    return Sighting(more=str(_between(e, first, e.record(last), is_write, "write") or ""))
 
 
 # Hooks of the program, and edits after the last pass.
@@ -852,7 +863,7 @@ def _between(
     first: int,
     after: PassRecord,
     is_one: Callable[[ast.AST], bool],
-    what: Literal["reset", "edit"],
+    what: Literal["reset", "edit", "write"],
 ) -> Change | None:
     before = e.record(first)
     same_loop = before.loop is not None and before.loop == after.loop
@@ -1058,9 +1069,10 @@ _UNEQUAL = in_order(
         "moved",
         "stale-parameters",
         _is_moved,
-        "parameters were written between the backward passes of the window, so its micro-batches"
-        " were computed with different ones",
+        "parameters had other values when one backward pass of the window began than when another one"
+        " did: they were written between the micro-batches, or between a forward and its backward",
         TOLD_APART,
+        causes=("between-passes",),
     ),
     of_faults=_AFTER,
 )

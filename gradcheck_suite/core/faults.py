@@ -452,6 +452,11 @@ _ROWS = (
                 " the step"
             ),
             "written": Remedy("write to parameters when the backward has ended"),
+            "between-passes": Remedy(
+                "write to parameters when the window's last backward has ended, not between its"
+                " micro-batches, nor between a forward and its backward, also where the values are"
+                " put back"
+            ),
         },
     ),
     _gradient_fault(

@@ -288,5 +288,55 @@ for step in range(5):
     scaler.update()
     opt.zero_grad()
 """,
+    "f6_ema_swap": """
+# TRUTH faulty stale-parameters (EMA weights are swapped in between forward and backward)
+import copy
+import torch
+import torch.nn.functional as F
+torch.manual_seed(6)
+net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1))
+ema = copy.deepcopy(net).requires_grad_(False)
+opt = torch.optim.Adam(net.parameters(), lr=0.05)
+val = torch.randn(6, 4)
+
+
+def put(target, values):
+    for p, v in zip(target.parameters(), values):
+        p.data.copy_(v)
+
+
+for step in range(14):
+    for micro in range(2):
+        x = torch.randn(4, 4)
+        loss = F.mse_loss(net(x), x.prod(1, keepdim=True)) / 2
+        saved = None
+        if step % 6 == 5 and micro == 1:
+            saved = [p.detach().clone() for p in net.parameters()]
+            put(net, list(ema.parameters()))
+            with torch.no_grad():
+                score = net(val).mean()
+        loss.backward()
+        if saved:
+            put(net, saved)
+    opt.step()
+    opt.zero_grad()
+    with torch.no_grad():
+        for e, p in zip(ema.parameters(), net.parameters()):
+            e.lerp_(p, 0.05)
+""",
+    "m_f6": """
+# TRUTH faulty stale-parameters (written by .data between forward and backward, and put back)
+import torch
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+for i in range(6):
+    loss, saved = net(torch.randn(4, 3)).square().mean(), net[2].weight.detach().clone()
+    net[2].weight.data.mul_(0.5)
+    loss.backward()
+    net[2].weight.data.copy_(saved)
+    opt.step()
+    opt.zero_grad()
+""",
 }
 """A script by its name; a name and a line in its truth are those of the verdict."""

@@ -9,7 +9,9 @@ import pytest
 from tests.auditing.running import audited
 from tests.auditing.scripts_with_truth import WITH_TRUTH
 
-TRUTH = re.compile(r"# TRUTH (?P<verdict>sound|faulty) ?(?P<name>(?!line )[a-z-]+)? ?(line (?P<line>\d+))?")
+TRUTH = re.compile(
+    r"# TRUTH (?P<verdict>sound|faulty) ?(?P<name>(?!line )[a-z-]+)? ?(line (?P<line>\d+))?"
+)
 
 
 @pytest.fixture
@@ -44,3 +46,16 @@ def test_elements_that_are_set_to_zero_after_each_pass_are_a_finding(name, resul
     assert "nothing stands in them at the step" in edited.sentence
     windows = 6 if name == "late" else result.windows
     assert edited.steps == windows
+
+
+def test_parameters_of_another_pass_are_said_as_they_were_measured(result_of):
+    """In a window that is not computed again: both forwards had the same parameters."""
+    (stale,) = result_of("f6_ema_swap").violations
+    assert stale.step == 5
+    assert (
+        "when one backward pass of the window began than when another one did" in stale.explanation
+    )
+    assert "computed with different ones" not in stale.explanation
+    assert "f6_ema_swap.py:29)" in stale.explanation
+    assert "f6_ema_swap.py:24 or " in stale.explanation
+    assert stale.explanation.endswith("also where the values are put back")
