@@ -223,6 +223,25 @@ def _has_raised(e: E, column: int) -> bool:
     return any(record.raised for record in e.pass_of(column).records)
 
 
+def _is_scaled_unequally(e: E) -> Found:
+    """Ask whether a GradScaler has divided by a scale by which not all losses of the window were
+    multiplied.
+    """
+    scale = e.window.step.scale
+    terms = list(chain.from_iterable(e.record(j).terms for j in e.required))
+    if not scale or e.lost or len(terms) != len(e.required) or not all(t.factors for t in terms):
+        return None
+    # a scale is the last number by which a loss is multiplied, and the first one on its way back
+    if len({(term.expression, term.factors[1:]) for term in terms}) > 1:
+        return None
+    scales = [term.factors[0] for term in terms]
+    is_of_step = [near(one, scale, 1e-6) for one in scales]
+    if all(is_of_step) or not any(is_of_step):
+        return None
+    listed = ", ".join(f"{one:g}" for one in dict.fromkeys(scales))
+    return Sighting({"scales": listed, "scale": f"{scale:g}"})
+
+
 # Gradients that the program has put together itself.
 
 
@@ -1232,6 +1251,14 @@ _WHOLE = in_order(
         _is_torn,
         "a backward pass ended with an exception, and what had arrived by then is in the gradient",
         causes=("exception",),
+    ),
+    Rule[E](
+        "scaled unequally",
+        "step-per-micro-batch",
+        _is_scaled_unequally,
+        "the losses of the window are multiplied by {scales}, and a GradScaler divides their sum by"
+        " {scale}: its scale has changed between the micro-batches, as by `update()`",
+        causes=("scaler",),
     ),
     Rule[E](
         "misplaced",

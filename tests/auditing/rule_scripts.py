@@ -275,5 +275,18 @@ for _ in range(5):
             model[0].weight.grad[:, 0] = 0
     step()
 """,
+    "faulty_scaler_of_two_optimizers": HEAD.format(of="head")
+    + """
+scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+for number in range(10):
+    scaler.scale(loss(model=head)).backward()
+    scaler.step(other)
+    head.zero_grad()
+    scaler.scale(loss() / 2).backward()
+    if number % 2:
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+    scaler.update()
+""",
 }
 """A script by its name, which says its verdict: those that are `finding` hold with one."""

@@ -338,5 +338,64 @@ for i in range(6):
     opt.step()
     opt.zero_grad()
 """,
+    "f4_scaler_shared": """
+# TRUTH faulty step-per-micro-batch (one GradScaler for two optimizers; update() inside a window)
+import torch
+import torch.nn.functional as F
+torch.manual_seed(4)
+gen, dis = torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1))
+opt_g, opt_d = torch.optim.SGD(gen.parameters(), lr=0.05), torch.optim.SGD(dis.parameters(), lr=0.05)
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
+for i in range(16):
+    real, z = torch.randn(4, 4) + 1, torch.randn(4, 4)
+    opt_d.zero_grad()
+    logits = dis(torch.cat([real, gen(z).detach()]))
+    loss_d = F.binary_cross_entropy_with_logits(logits, torch.cat([torch.ones(4, 1), torch.zeros(4, 1)]))
+    scaler.scale(loss_d).backward()
+    scaler.step(opt_d)
+    loss_g = F.binary_cross_entropy_with_logits(dis(gen(z)), torch.ones(4, 1)) / 2
+    scaler.scale(loss_g).backward()
+    if i % 2 == 1:
+        scaler.step(opt_g)
+        opt_g.zero_grad()
+    scaler.update()
+""",
+    "m_f4": """
+# TRUTH faulty step-per-micro-batch (update() inside the window of opt_a)
+import torch
+torch.manual_seed(0)
+a, b = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
+opt_a, opt_b = torch.optim.SGD(a.parameters(), lr=0.1), torch.optim.SGD(b.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+for i in range(8):
+    x = torch.randn(4, 3)
+    scaler.scale(b(x).square().mean()).backward()
+    scaler.step(opt_b)
+    opt_b.zero_grad()
+    scaler.scale(a(x).square().mean() / 2).backward()
+    if i % 2:
+        scaler.step(opt_a)
+        opt_a.zero_grad()
+    scaler.update()
+""",
+    "m_f4_sound": """
+# TRUTH sound (update() after the window of opt_a)
+import torch
+torch.manual_seed(0)
+a, b = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
+opt_a, opt_b = torch.optim.SGD(a.parameters(), lr=0.1), torch.optim.SGD(b.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+for i in range(8):
+    x = torch.randn(4, 3)
+    scaler.scale(b(x).square().mean() / 2).backward()
+    scaler.scale(a(x).square().mean() / 2).backward()
+    if i % 2:
+        scaler.step(opt_a)
+        scaler.step(opt_b)
+        opt_b.zero_grad()
+        opt_a.zero_grad()
+    if i % 2:
+        scaler.update()
+""",
 }
 """A script by its name; a name and a line in its truth are those of the verdict."""

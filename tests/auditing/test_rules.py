@@ -60,6 +60,7 @@ SHOWN = {
     "finding_constant_count": "coefficient",
     "finding_frozen_column": "masked",
     "faulty_masked_once": "masked in some",
+    "faulty_scaler_of_two_optimizers": "scaled unequally",
     # those of other tests
     "sound_curvature_last": "before the first step",
     "sound_begun_anew_by_less": "begun anew",
