@@ -397,5 +397,101 @@ for i in range(8):
     if i % 2:
         scaler.update()
 """,
+    "m_mf2": """
+# TRUTH sound (an embedding pair alone, 16 rows of 1000 for each micro-batch)
+import torch
+torch.manual_seed(1)
+emb = torch.nn.Embedding(1000, 4)
+opt = torch.optim.SGD(emb.parameters(), lr=0.1)
+for step in range(6):
+    for ids in torch.randint(0, 1000, (2, 60)):
+        (emb(ids).square().mean() / 2).backward()
+    opt.step()
+    opt.zero_grad()
+""",
+    "m_mf": """
+# TRUTH sound (matrix factorization with two embeddings)
+import torch
+torch.manual_seed(0)
+user, item = torch.nn.Embedding(1000, 4), torch.nn.Embedding(800, 4)
+opt = torch.optim.Adam([*user.parameters(), *item.parameters()], lr=0.01)
+for step in range(8):
+    for micro in range(3):
+        u, i, r = torch.randint(0, 1000, (16,)), torch.randint(0, 800, (16,)), torch.rand(16)
+        (((user(u) * item(i)).sum(1) - r).square().mean() / 3).backward()
+    opt.step()
+    opt.zero_grad()
+""",
+    "m_mean": """
+# TRUTH sound (word2vec with negative sampling, a sum over the window)
+import torch
+import torch.nn.functional as F
+torch.manual_seed(3)
+inp, out = torch.nn.Embedding(2000, 8), torch.nn.Embedding(2000, 8)
+opt = torch.optim.Adagrad([*inp.parameters(), *out.parameters()], lr=0.1)
+for step in range(8):
+    for _ in range(2):
+        c, o, n = torch.randint(0, 2000, (3, 64))
+        h = inp(c)
+        loss = -(F.logsigmoid((h * out(o)).sum(1)) + F.logsigmoid(-(h * out(n)).sum(1))).sum() / 128
+        loss.backward()
+    opt.step()
+    opt.zero_grad()
+""",
+    "m_emb": """
+# TRUTH sound (nothing but an embedding)
+import torch
+torch.manual_seed(0)
+emb = torch.nn.Embedding(400, 3)
+opt = torch.optim.SGD(emb.parameters(), lr=0.1)
+for step in range(6):
+    for micro in range(3):
+        ids = torch.randint(0, 400, (64,))
+        (emb(ids).square().mean() / 3).backward()
+    opt.step()
+    opt.zero_grad()
+""",
+    "m_mfbias": """
+# TRUTH sound (one embedding behind a frozen readout, a sum over the count of the window)
+import torch
+torch.manual_seed(0)
+emb, read = torch.nn.Embedding(5000, 4), torch.nn.Linear(4, 3).requires_grad_(False)
+opt = torch.optim.SGD(emb.parameters(), lr=0.1)
+for step in range(8):
+    for micro in range(2):
+        ids, y = torch.randint(0, 5000, (8,)), torch.randint(0, 3, (8,))
+        (torch.nn.functional.cross_entropy(read(emb(ids)), y, reduction="sum") / 16).backward()
+    opt.step()
+    opt.zero_grad()
+""",
+    "m_embreset": """
+# TRUTH faulty reset-inside-window line 11 (the embedding alone, from step 4 on)
+import torch
+torch.manual_seed(0)
+emb, head = torch.nn.Embedding(5000, 4), torch.nn.Linear(4, 3)
+opt = torch.optim.SGD([*emb.parameters(), *head.parameters()], lr=0.1)
+for step in range(8):
+    for micro in range(2):
+        ids, y = torch.randint(0, 5000, (8,)), torch.randint(0, 3, (8,))
+        (torch.nn.functional.cross_entropy(head(emb(ids)), y) / 2).backward()
+        if step >= 4 and micro == 0:
+            emb.zero_grad()
+    opt.step()
+    opt.zero_grad()
+""",
+    "m_stem": """
+# TRUTH faulty stale-window (the embedding is not reset from step 4 on)
+import torch
+torch.manual_seed(1)
+emb, head = torch.nn.Embedding(5000, 4), torch.nn.Linear(4, 1)
+opt = torch.optim.SGD([*emb.parameters(), *head.parameters()], lr=0.1)
+for step in range(8):
+    for ids in torch.randint(0, 5000, (2, 8)):
+        (head(emb(ids)).square().mean() / 2).backward()
+    opt.step()
+    head.zero_grad()
+    if step < 4:
+        emb.zero_grad()
+""",
 }
 """A script by its name; a name and a line in its truth are those of the verdict."""

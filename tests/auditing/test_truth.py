@@ -59,3 +59,8 @@ def test_parameters_of_another_pass_are_said_as_they_were_measured(result_of):
     assert "f6_ema_swap.py:29)" in stale.explanation
     assert "f6_ema_swap.py:24 or " in stale.explanation
     assert stale.explanation.endswith("also where the values are put back")
+
+
+@pytest.mark.parametrize(("name", "step"), [("m_embreset", 4), ("m_stem", 5)])
+def test_a_fault_of_rows_that_few_passes_reach_is_found_when_it_begins(name, step, result_of):
+    assert min(one.step for one in result_of(name).violations) == step
