@@ -59,6 +59,7 @@ class MaskWatch:
         """
         for key, gradient in gradients.items():
             if not full and key not in self._watched and key not in sparse:
+                self._kept.pop(key, None)
                 continue
             then = _elements(gradient)
             known = self._kept.get(key)
@@ -71,7 +72,7 @@ class MaskWatch:
                 self._kept[key] = _Kept(then, none, none, none.any())
 
     def begun(self, keys: Iterable[int]) -> None:
-        """Forget what was kept of gradients that begin anew."""
+        """Forget what was kept of gradients that begin anew, or are no more."""
         for key in keys:
             self._kept.pop(key, None)
 

@@ -956,7 +956,7 @@ class Recorder:
             else ()
         )
         self._touched = dict(zip(given, found, strict=True))
-        self._masks.unchanged(same)
+        self._masks.unchanged(same.keys() - given.keys())
         self._masked = self._masks.changed(given)
         self._unseen &= self._before.keys()
         self._standing = {key: raw for key, raw in self._standing.items() if key in self._before}
@@ -1174,6 +1174,7 @@ class Recorder:
         dead = [
             (i, key) for i, key in self._keys.items() if self.parameters[key].reference() is None
         ]
+        self._masks.begun(key for _, key in dead)
         for identity, key in dead:
             del self._keys[identity], self.parameters[key]
 

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from gradcheck_suite.auditing import samples
 from tests.auditing.running import audited
 from tests.auditing.scripts_with_truth import WITH_TRUTH
 
@@ -64,3 +65,57 @@ def test_parameters_of_another_pass_are_said_as_they_were_measured(result_of):
 @pytest.mark.parametrize(("name", "step"), [("m_embreset", 4), ("m_stem", 5)])
 def test_a_fault_of_rows_that_few_passes_reach_is_found_when_it_begins(name, step, result_of):
     assert min(one.step for one in result_of(name).violations) == step
+
+
+MASKED = """
+import torch
+torch.manual_seed(0)
+net = torch.nn.Linear(8, 3)
+keep = torch.tensor([0.0, 1, 1, 1, 1, 1, 0, 1])
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(3):
+    for micro in range(2):
+        (net(torch.randn(4, 8)).square().mean() / 2).backward()
+        if micro <= {last}:
+            {edit}
+    opt.step()
+    opt.zero_grad()
+"""
+EDITS = (
+    "net.weight.grad.data[:, :2] = 0.0",
+    "net.weight.grad[:, keep == 0] *= 0",
+    "net.weight.grad[:, 3].zero_()",
+    "net.weight.grad.masked_fill_(keep == 0, 0)",
+    "net.weight.grad = net.weight.grad * keep",
+)
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize(("last", "verdict"), [(1, "holds"), (0, "violated")])
+def test_a_mask_has_its_line_however_it_is_written(edit, last, verdict, tmp_path):
+    path = tmp_path / "masked.py"
+    path.write_text(MASKED.format(last=last, edit=edit))
+    result, _ = audited(path)
+    assert result.verdict == verdict, result
+    places = {str(one.where) for one in result.violations}
+    names = {one.diagnosis for one in result.violations}
+    if verdict == "holds":
+        places = {str(one.where) for one in result.named_findings}
+        names = {one.name for one in result.named_findings}
+    assert names == ({"edited-gradient"} if verdict == "holds" else {"reset-inside-window"})
+    assert {place.rpartition(":")[2] for place in places} == {"11"}, result
+
+
+@pytest.mark.parametrize("name", ["s3_frozen_rows", "m_s3c", "m_f2b", "f2_rows_reset"])
+def test_elements_that_lie_on_a_device_are_compared_there(name, result_of, monkeypatch):
+    """As tensors, of which nothing is read before the step."""
+
+    def some_of(tensor, most):
+        assert tensor.numel() <= most
+        return tensor.detach().reshape(-1).clone()
+
+    monkeypatch.setattr(samples, "some_of", some_of)
+    truth = TRUTH.match(WITH_TRUTH[name].lstrip())
+    result = result_of(name)
+    assert result.verdict == ("holds" if truth["verdict"] == "sound" else "violated"), result
+    assert {one.diagnosis for one in result.violations} <= {"reset-inside-window"}
