@@ -3,8 +3,7 @@ rows of an embedding that are frozen.
 
 The samples of replay are too few for it, and a projection onto random signs does not tell which
 elements have changed. So some thousands of elements are kept from an arrival to the next look: in
-the windows that are looked at in full, and from then on of gradients that were changed between
-passes.
+the windows that are looked at in full, and of gradients that are sampled as a whole in any.
 """
 
 from __future__ import annotations
@@ -29,15 +28,16 @@ class _Kept:
 
     Attributes:
         then: its elements when it was last looked at.
-        zeroed: which of them were set to 0 between passes, where others were not.
+        zeroed: which of them were set to 0 between passes, where others were not; False as long as
+            nothing has changed them.
         stood: which of them stood there after a pass, and were left.
         has_other: whether an element was changed to something else.
     """
 
     then: Any
-    zeroed: Any
-    stood: Any
-    has_other: Any
+    zeroed: Any = False
+    stood: Any = False
+    has_other: Any = False
 
 
 class MaskWatch:
@@ -45,7 +45,6 @@ class MaskWatch:
 
     def __init__(self) -> None:
         self._kept: dict[int, _Kept] = {}
-        self._watched = set[int]()
 
     def arrived(
         self, gradients: Mapping[int, torch.Tensor], *, full: bool, sparse: Collection[int]
@@ -54,11 +53,11 @@ class MaskWatch:
 
         Args:
             gradients: of parameters by their keys.
-            full: whether elements of all are kept, and not only of those that are watched.
+            full: whether elements of all are kept.
             sparse: the keys of parameters of which they are kept in any case.
         """
         for key, gradient in gradients.items():
-            if not full and key not in self._watched and key not in sparse:
+            if not full and key not in sparse:
                 self._kept.pop(key, None)
                 continue
             then = _elements(gradient)
@@ -68,8 +67,7 @@ class MaskWatch:
             elif known is not None and known.then.shape == then.shape:
                 known.then = then
             else:
-                none = then != then
-                self._kept[key] = _Kept(then, none, none, none.any())
+                self._kept[key] = _Kept(then)
 
     def begun(self, keys: Iterable[int]) -> None:
         """Forget what was kept of gradients that begin anew, or are no more."""
@@ -88,7 +86,6 @@ class MaskWatch:
         Returns:
             as `_told`, of those of which elements were kept.
         """
-        self._watched |= gradients.keys()
         found = dict[int, Raw]()
         for key in self._kept.keys() & gradients.keys():
             known = self._kept[key]
@@ -119,7 +116,8 @@ class MaskWatch:
         found = dict[int, Raw]()
         for key in self._kept.keys() & gradients.keys():
             known = self._kept.pop(key)
-            now = _elements(gradients[key])
+            # nothing was changed between its passes
+            now = None if known.zeroed is False else _elements(gradients[key])
             if now is not None and now.shape == known.then.shape:
                 known.stood = known.stood | (now != 0)
                 found[key] = _told(known)

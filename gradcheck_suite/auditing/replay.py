@@ -379,7 +379,8 @@ class Replay:
         of_rank: parameters that had other values on each rank at the first step.
         alike: of passes of several ranks, whether the same arrived on all of them -> how many.
         sparse: parameters at which something has arrived that no sampled element shows, as at the
-            rows of an embedding: their gradients have to be sampled as a whole.
+            rows of an embedding, or of whose `.grad` elements are set to 0 between passes: their
+            gradients have to be sampled as a whole.
     """
 
     def __init__(self, ranks: int, dtypes: dict[int, str]) -> None:
@@ -682,6 +683,7 @@ class Replay:
             else:
                 is_masked = one.event == EDITED and self._looks_masked(rank, key, one.now)
             if is_masked:
+                self.sparse.add(key)
                 explained[key] = one._replace(event=MASKED, coefficients=states[key].coefficients)
         return explained
 
