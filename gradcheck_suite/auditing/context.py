@@ -339,6 +339,13 @@ def died_before(ranks: Ranks) -> bool:
 # The audit.
 
 
+MOST_WAITING = 16
+"""Backward passes whose recorded calls are kept for windows of optimizers that have not stepped since."""
+NOT_KEPT = (
+    "the calls of some of its backward passes were not kept: the window of another optimizer has"
+    " ended since"
+)
+"""Steps alone change what is recorded, and let go of it; those of the window's own optimizer end the window."""
 _open: list[TorchAudit] = []
 
 
@@ -403,6 +410,9 @@ class TorchAudit:
         # whether every instrument is switched off: passes and steps are counted
         self._is_off = {*self.options.without} >= {*INSTRUMENTS}
         self._running: dict[int, ActivePass] = {}
+        # index of an optimizer -> the passes before its last step, and those of its longest window
+        self._stepped_at: dict[int, int] = {}
+        self._longest: dict[int, int] = {}
         self._recomputed: Counter[str] = Counter()
         self._functions: set[FunctionKey] = set()
         self._outside = CallsOfProgram()
@@ -694,6 +704,7 @@ class TorchAudit:
                     event.optimizer, passes, seconds, was_full=self._was_full
                 ):
                     self._pause()
+            self._let_go(event.optimizer)
             if self.options.steps is not None and event.call + 1 >= self.options.steps:
                 self._detach()
 
@@ -726,8 +737,6 @@ class TorchAudit:
             self._judge_draws(window)
         if window is not None and (again or self._outside.has_calls):
             self._judge_functions(window)
-        if again:
-            self._running.clear()
         self._forwards.forget_calls()
         # a run that ends at its first violation has no later window
         stops = self.options.stop_on_violation
@@ -738,6 +747,30 @@ class TorchAudit:
                 raise StoppedOnViolation
             # how often it occurs is known at the end, and counted there alone
             self._tell(replace(violation, occurrences=1))
+
+    def _let_go(self, optimizer: int) -> None:
+        """Let go of the recorded calls that no other window needs, when an optimizer has stepped.
+
+        A pass may be of the window of another optimizer, which is open still.
+        """
+        length = self._passes - self._stepped_at.get(optimizer, 0)
+        self._longest[optimizer] = max(length, self._longest.get(optimizer, 0))
+        self._stepped_at[optimizer] = self._passes
+        waiting = [i for i, one in self._running.items() if self._is_waited_for(i, one.record)]
+        kept = waiting[-MOST_WAITING:] if self._is_full() else []
+        self._running = {i: self._running[i] for i in kept}
+
+    def _is_waited_for(self, index: int, record: PassRecord) -> bool:
+        """Return whether an optimizer of a parameter that a pass has reached has not stepped since.
+
+        Which optimizer has a parameter is known from its first step on. One that steps no more is
+        waited for no longer than its longest window was.
+        """
+        known = self._recorder.parameters
+        owned = [known[key].owners for key in record.arrivals if key in known]
+        owners = {*chain.from_iterable(owned)}
+        ages = {owner: index - self._stepped_at.get(owner, 0) for owner in owners}
+        return not owners or any(0 <= age < self._longest.get(o, 1) for o, age in ages.items())
 
     # The window again
 
@@ -857,7 +890,7 @@ class TorchAudit:
         passes = {i: seen.records[0] for i, seen in window.passes.items() if i in weights}
         ids = {key: id(parameter) for key, parameter in live.items()}
         asked = RecomputeRequest(
-            [self._running.get(i, ActivePass(record, Reader())) for i, record in passes.items()],
+            [self._running.get(i) or _not_kept(record) for i, record in passes.items()],
             [weights[i] for i in passes],
             window.factor or 1.0,
             observed,
@@ -1092,6 +1125,11 @@ class TorchAudit:
             return replace(ORPHANS, sentence=said)
         why = "; ".join(map(str, [*(findings | reasons)][:2])) or "no loss went backward"
         return finding("nothing-judged", f"no step could be judged: {why}")
+
+
+def _not_kept(record: PassRecord) -> ActivePass:
+    """Return a pass whose calls are not there."""
+    return ActivePass(record, Reader(), unrecorded=NOT_KEPT)
 
 
 def _is_rescaled_each_time(window: StepWindow) -> bool:

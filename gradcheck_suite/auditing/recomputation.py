@@ -150,6 +150,8 @@ def recorded_calls(
     """
     parts = []
     for index, (one, weight) in enumerate(zip(passes, weights, strict=True)):
+        if one.unrecorded:
+            raise NotRecomputed(one.unrecorded)
         if not one.forwards:
             raise NotRecomputed(
                 f"no call of a module that leads to the loss was recorded ({unseen})"
