@@ -838,6 +838,10 @@ class TorchAudit:
             name = None if key is None else self._name_of(key)
             last = window.passes[max(window.passes)].site
             step_fault = StepFault(found.name, found.sentence, causes=found.causes)
+            again = self._forwards.checkpoints.found
+            # of the same fault, it knows the place and the cause
+            if again is not None and again.written.name == found.name == "wrong-backward":
+                step_fault = again.fault
             fault = violation_of(step_fault, window, last, name)
             self._judge.add(replace(fault, error=found.error, allowed=found.allowed))
 
@@ -937,8 +941,14 @@ class TorchAudit:
     def _judge_draws(self, window: StepWindow) -> None:
         """Judge what modules drew, or read, when a backward called them again."""
         found = self._forwards.repeated.found
-        if found is not None and window.passes and self._judge.of_last_step() is None:
-            last = window.passes[max(window.passes)].site
+        again = self._forwards.checkpoints.found
+        if not window.passes or self._judge.of_last_step() is not None:
+            return
+        last = window.passes[max(window.passes)].site
+        # what a checkpoint has computed has a place, and a cause that was looked for
+        if again is not None and (found is None or found.name == "wrong-backward"):
+            self._judge.add(violation_of(again.fault, window, last))
+        elif found is not None:
             causes = () if found.name == "wrong-backward" else ("written",)
             step_fault = StepFault(found.name, found.sentence, causes=causes)
             self._judge.add(violation_of(step_fault, window, last))

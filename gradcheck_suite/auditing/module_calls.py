@@ -29,6 +29,7 @@ from torch.utils._device import DeviceContext
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
+from gradcheck_suite.auditing.checkpointed import GENERATOR, CheckpointWatch
 from gradcheck_suite.auditing.modes import Apart, AsBefore, is_of_rows
 from gradcheck_suite.auditing.places import current_place
 from gradcheck_suite.auditing.program_state import (
@@ -367,6 +368,7 @@ class ModuleCalls:
             `INPUTS`, `PARAMETERS`, `STATE`.
         functions: classes of custom functions in the graphs of recorded calls.
         repeated: the calls of this window, by which those of its backward are known to be the same.
+        checkpoints: what those of torch compute again.
     """
 
     def __init__(
@@ -382,6 +384,9 @@ class ModuleCalls:
         self.functions: set[type] = set()
         self._looked_at: set[tuple[int, bool]] = set()
         self.repeated = RepeatedCalls()
+        self.checkpoints = CheckpointWatch(
+            self._compares_checkpoints, self.repeated.around, functools.partial(self._try, READ)
+        )
         self._is_full = False
         self._kept_at: tuple[int, Point] | None = None
         self._last_kept: weakref.ref[CallInputs] | None = None
@@ -408,9 +413,11 @@ class ModuleCalls:
         # no issue known)
         self._asked = module_hooks._has_any_global_hook
         module_hooks._has_any_global_hook = lambda: others
+        self.checkpoints.open()
 
     def close(self) -> None:
         """Stop watching, and forget a call that has not returned."""
+        self.checkpoints.close()
         for handle in self._handles:
             handle.remove()
             # torch 2.13.0 leaves this entry behind (torch/nn/modules/module.py, no issue known)
@@ -566,6 +573,10 @@ class ModuleCalls:
         elif torch.is_grad_enabled() and differentiable(output):
             self.repeated.compare(module, given, output)
 
+    def _compares_checkpoints(self) -> bool:
+        is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        return self._wanted() is True and not is_transformed and not torch.compiler.is_compiling()
+
     def pass_begins(self) -> None:
         """Note from which random numbers a backward pass may draw."""
         if torch._C._current_graph_task_id() == -1:
@@ -574,6 +585,7 @@ class ModuleCalls:
     def forget_calls(self) -> None:
         """Forget the calls of a window that is over."""
         self.repeated.forget()
+        self.checkpoints.forget()
         self._outermost = None  # of a call that has raised
 
     def _hook(self, told: Callable[..., None], *about: Any) -> Callable[[torch.Tensor], None]:
@@ -1001,10 +1013,6 @@ def _watched_hooks(lines: list[str], *, unhooked: bool) -> Iterator[None]:
 
     with mock.patch.object(torch.Tensor, "register_hook", register):
         yield
-
-
-GENERATOR = "_checkpoint_without_reentrant_generator"
-"""What runs around the function of a checkpoint that is not reentrant, in `torch.utils.checkpoint`."""
 
 
 def has_room(module: torch.nn.Module) -> bool:

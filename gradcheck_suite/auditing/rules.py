@@ -25,11 +25,12 @@ class Change:
     """What changed `.grad`, and where.
 
     Attributes:
-        what: a `reset`, an `edit` or a `division`.
+        what: a `reset`, an `edit` or a `division` of `.grad` or the loss, a `write` to a state, or a
+            `checkpoint`.
         lines: that may have done it, a few at most; the one of a single line is known.
     """
 
-    what: Literal["reset", "edit", "division"]
+    what: Literal["reset", "edit", "division", "write", "checkpoint"]
     lines: Sequence[str]
 
     @property
