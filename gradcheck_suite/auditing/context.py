@@ -37,7 +37,7 @@ from gradcheck_suite.auditing.module_calls import (
     ModuleCalls,
     without_gradients,
 )
-from gradcheck_suite.auditing.places import Place, live_instances
+from gradcheck_suite.auditing.places import Place, live_instances, variables_of
 from gradcheck_suite.auditing.program_state import preserve_rng
 from gradcheck_suite.auditing.recomputation import (
     UNEXPLAINED,
@@ -651,6 +651,7 @@ class TorchAudit:
         keys = {id(parameter): key for key, parameter in known if parameter is not None}
         modules = [one for one in live_instances(torch.nn.Module) if "_parameters" in one.__dict__]
         inner = {id(part) for part in chain.from_iterable(one._modules.values() for one in modules)}
+        holders = dict[int, torch.nn.Module]()
         # a module's parts name no parameter with more words than it does
         for module in (one for one in modules if id(one) not in inner):
             for found, parameter in module.named_parameters(remove_duplicate=False):
@@ -659,6 +660,13 @@ class TorchAudit:
                 name = name.removeprefix("_orig_mod.")
                 if key is not None and len(name) > len(self._names.get(key, "")):
                     self._names[key] = name
+                    holders[key] = module
+        times = Counter(self._names.values())
+        unclear = {key: of for key, of in holders.items() if times[self._names[key]] > 1}
+        variables = variables_of(unclear.values()) if unclear else {}
+        for key, module in unclear.items():
+            whose = variables.get(id(module), type(module).__name__)
+            self._names[key] = f"{whose}.{self._names[key]}"
 
     # Judging
 

@@ -194,6 +194,25 @@ def _tree(file: str) -> ast.Module:
     return _parsed("".join(linecache.getlines(file)))
 
 
+def variables_of(values: Iterable[Any]) -> dict[int, str]:
+    """Return the id of each value that a variable of the user's functions that run holds, or an
+    attribute of their `self`, with the name.
+    """
+    wanted = {id(value) for value in values}
+    found = dict[int, str]()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_users(frame.f_code.co_filename):
+            own = frame.f_locals
+            inside = getattr(own.get("self"), "__dict__", None)
+            pairs = [*own.items(), *(inside.items() if type(inside) is dict else ())]
+            for name, value in pairs:
+                if id(value) in wanted:
+                    found.setdefault(id(value), name)
+        frame = frame.f_back
+    return found
+
+
 def lines_that_write(file: str, names: Collection[str]) -> list[str]:
     """Return the lines of a file that write to attributes or variables of some names.
 
