@@ -744,7 +744,6 @@ class ReplayOptions:
         own_parameters: whether the parameters are the program's own, and no copies.
         as_it_was_at_backward: whether what the program has written to parameters and arguments
             between a call and its backward is written here, too.
-        opened: whether checkpoints compute nothing again, and keep what the forward has computed.
         unhooked: whether the hooks that the forward sets on tensors are left out.
     """
 
@@ -757,7 +756,6 @@ class ReplayOptions:
     marked: bool = False
     own_parameters: bool = False
     as_it_was_at_backward: bool = False
-    opened: bool = False
     unhooked: bool = False
 
 
@@ -971,23 +969,15 @@ def _eagerly() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _watched_checkpoints(seen: Checkpoints, *, opened: bool) -> Iterator[None]:
-    """Count checkpoints, and let them keep what the forward has computed where that is asked for.
-
-    A reentrant one always does: its backward refuses to run inside of `torch.autograd.grad`.
-
-    Args:
-        seen: what is counted.
-        opened: whether nothing is computed again.
+def _watched_checkpoints(seen: Checkpoints) -> Iterator[None]:
+    """Count checkpoints, and let reentrant ones keep what the forward has computed: their backward
+    refuses to run inside of `torch.autograd.grad`.
     """
     plain = getattr(checkpoints, GENERATOR, None)
 
     def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
         seen.number += 1
-        if opened or plain is None:
-            yield
-        else:
-            yield from plain(*args, **kwargs)
+        yield from plain(*args, **kwargs)
 
     def apply(function: Callable[..., Any], _: bool, *args: Any) -> Any:
         seen.reentrant += 1
@@ -1065,7 +1055,7 @@ def replay(
         stack.enter_context(_eagerly())
         seen = Checkpoints()
         if has_room(module):
-            stack.enter_context(_watched_checkpoints(seen, opened=how.opened))
+            stack.enter_context(_watched_checkpoints(seen))
         stack.enter_context(AsBefore(forward.on))
         positional, keywords = pytree.tree_unflatten(made.arguments, forward.structure)
         forward.random.set()

@@ -6,10 +6,9 @@ function. Results are compared, and where they differ the cause is measured: wha
 a checkpoint, or to the module, has other values now; the parameters or buffers of the module have;
 its mode is another one. What remains is the fault of what computes again.
 
-The second computation of a window asks the same of its checkpoints, with those that are opened
-(`recomputation`). It calls recorded modules alone, so it never meets a checkpoint that the script
-itself calls, or an `autograd.Function` of its own (`faulty_reentrant_checkpoint_of_the_script`,
-`faulty_own_checkpoint_of_the_script` in tests/auditing/evidence_scripts.py).
+`checkpointed` asks the same of all that torch's own checkpoints compute, in modules and outside of
+them. It does not know of an `autograd.Function` of the program's that calls a module again
+(`faulty_own_checkpoint_of_the_script` in tests/auditing/evidence_scripts.py).
 """
 
 from __future__ import annotations
