@@ -973,7 +973,7 @@ def _watched_checkpoints(seen: Checkpoints) -> Iterator[None]:
     """Count checkpoints, and let reentrant ones keep what the forward has computed: their backward
     refuses to run inside of `torch.autograd.grad`.
     """
-    plain = getattr(checkpoints, GENERATOR, None)
+    plain: Any = getattr(checkpoints, GENERATOR, None)
 
     def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
         seen.number += 1

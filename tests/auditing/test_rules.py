@@ -217,6 +217,7 @@ def _window(step, **more):
         "before": 0,
         "local": (),
         "null": set(),
+        "zero": set(),
         "not_finite": set(),
     }
     return StepWindow(**{**fields, **more})
