@@ -451,14 +451,14 @@ class CheckpointWatch:
         return made[0] if made else None
 
     def _generator_of(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def generator(function: Callable[..., Any], *rest: Any, **keywords: Any) -> Iterator[None]:
-            region = self._begin(function)
+        def generator(*given: Any, **keywords: Any) -> Iterator[None]:
+            region = self._begin(given[0]) if given else None
             if region is None:
-                yield from plain(function, *rest, **keywords)
+                yield from plain(*given, **keywords)
                 return
             # torch calls it in the backward alone
             again = _Again(region, self.attempt, is_reentrant=False)
-            inner = plain(again, *rest, **keywords)
+            inner = plain(again, *given[1:], **keywords)
             with self._noting(region):
                 next(inner)
             try:
@@ -489,12 +489,12 @@ class CheckpointWatch:
             yield
 
     def _apply_of(self, own: Any) -> Any:
-        def apply(cls: Any, function: Any, *rest: Any) -> Any:
+        def apply(cls: Any, *given: Any, **keywords: Any) -> Any:
             plain = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
-            region = self._begin(function) if cls is own else None
+            region = self._begin(given[0]) if cls is own and given else None
             if region is not None:
-                function = _Again(region, self.attempt, is_reentrant=True)
-            return plain(cls, function, *rest)
+                given = (_Again(region, self.attempt, is_reentrant=True), *given[1:])
+            return plain(cls, *given, **keywords)
 
         return classmethod(apply)
 
