@@ -37,7 +37,7 @@ from gradcheck_suite.auditing.module_calls import (
     ModuleCalls,
     without_gradients,
 )
-from gradcheck_suite.auditing.places import Place, live_instances
+from gradcheck_suite.auditing.places import Place, live_instances, variables_of
 from gradcheck_suite.auditing.program_state import preserve_rng
 from gradcheck_suite.auditing.recomputation import (
     UNEXPLAINED,
@@ -339,6 +339,13 @@ def died_before(ranks: Ranks) -> bool:
 # The audit.
 
 
+MOST_WAITING = 16
+"""Backward passes whose recorded calls are kept for windows of optimizers that have not stepped since."""
+NOT_KEPT = (
+    "the calls of some of its backward passes were not kept: the window of another optimizer has"
+    " ended since"
+)
+"""Steps alone change what is recorded, and let go of it; those of the window's own optimizer end the window."""
 _open: list[TorchAudit] = []
 
 
@@ -403,6 +410,9 @@ class TorchAudit:
         # whether every instrument is switched off: passes and steps are counted
         self._is_off = {*self.options.without} >= {*INSTRUMENTS}
         self._running: dict[int, ActivePass] = {}
+        # index of an optimizer -> the passes before its last step, and those of its longest window
+        self._stepped_at: dict[int, int] = {}
+        self._longest: dict[int, int] = {}
         self._recomputed: Counter[str] = Counter()
         self._functions: set[FunctionKey] = set()
         self._outside = CallsOfProgram()
@@ -641,6 +651,7 @@ class TorchAudit:
         keys = {id(parameter): key for key, parameter in known if parameter is not None}
         modules = [one for one in live_instances(torch.nn.Module) if "_parameters" in one.__dict__]
         inner = {id(part) for part in chain.from_iterable(one._modules.values() for one in modules)}
+        holders = dict[int, torch.nn.Module]()
         # a module's parts name no parameter with more words than it does
         for module in (one for one in modules if id(one) not in inner):
             for found, parameter in module.named_parameters(remove_duplicate=False):
@@ -649,6 +660,13 @@ class TorchAudit:
                 name = name.removeprefix("_orig_mod.")
                 if key is not None and len(name) > len(self._names.get(key, "")):
                     self._names[key] = name
+                    holders[key] = module
+        times = Counter(self._names.values())
+        unclear = {key: of for key, of in holders.items() if times[self._names[key]] > 1}
+        variables = variables_of(unclear.values()) if unclear else {}
+        for key, module in unclear.items():
+            whose = variables.get(id(module), type(module).__name__)
+            self._names[key] = f"{whose}.{self._names[key]}"
 
     # Judging
 
@@ -694,6 +712,7 @@ class TorchAudit:
                     event.optimizer, passes, seconds, was_full=self._was_full
                 ):
                     self._pause()
+            self._let_go(event.optimizer)
             if self.options.steps is not None and event.call + 1 >= self.options.steps:
                 self._detach()
 
@@ -726,8 +745,6 @@ class TorchAudit:
             self._judge_draws(window)
         if window is not None and (again or self._outside.has_calls):
             self._judge_functions(window)
-        if again:
-            self._running.clear()
         self._forwards.forget_calls()
         # a run that ends at its first violation has no later window
         stops = self.options.stop_on_violation
@@ -738,6 +755,30 @@ class TorchAudit:
                 raise StoppedOnViolation
             # how often it occurs is known at the end, and counted there alone
             self._tell(replace(violation, occurrences=1))
+
+    def _let_go(self, optimizer: int) -> None:
+        """Let go of the recorded calls that no other window needs, when an optimizer has stepped.
+
+        A pass may be of the window of another optimizer, which is open still.
+        """
+        length = self._passes - self._stepped_at.get(optimizer, 0)
+        self._longest[optimizer] = max(length, self._longest.get(optimizer, 0))
+        self._stepped_at[optimizer] = self._passes
+        waiting = [i for i, one in self._running.items() if self._is_waited_for(i, one.record)]
+        kept = waiting[-MOST_WAITING:] if self._is_full() else []
+        self._running = {i: self._running[i] for i in kept}
+
+    def _is_waited_for(self, index: int, record: PassRecord) -> bool:
+        """Return whether an optimizer of a parameter that a pass has reached has not stepped since.
+
+        Which optimizer has a parameter is known from its first step on. One that steps no more is
+        waited for no longer than its longest window was.
+        """
+        known = self._recorder.parameters
+        owned = [known[key].owners for key in record.arrivals if key in known]
+        owners = {*chain.from_iterable(owned)}
+        ages = {owner: index - self._stepped_at.get(owner, 0) for owner in owners}
+        return not owners or any(0 <= age < self._longest.get(o, 1) for o, age in ages.items())
 
     # The window again
 
@@ -806,6 +847,10 @@ class TorchAudit:
             name = None if key is None else self._name_of(key)
             last = window.passes[max(window.passes)].site
             step_fault = StepFault(found.name, found.sentence, causes=found.causes)
+            again = self._forwards.checkpoints.found
+            # of the same fault, it knows the place and the cause
+            if again is not None and again.written.name == found.name == "wrong-backward":
+                step_fault = again.fault
             fault = violation_of(step_fault, window, last, name)
             self._judge.add(replace(fault, error=found.error, allowed=found.allowed))
 
@@ -858,7 +903,7 @@ class TorchAudit:
         passes = {i: seen.records[0] for i, seen in window.passes.items() if i in weights}
         ids = {key: id(parameter) for key, parameter in live.items()}
         asked = RecomputeRequest(
-            [self._running.get(i, ActivePass(record, Reader())) for i, record in passes.items()],
+            [self._running.get(i) or _not_kept(record) for i, record in passes.items()],
             [weights[i] for i in passes],
             window.factor or 1.0,
             observed,
@@ -905,8 +950,14 @@ class TorchAudit:
     def _judge_draws(self, window: StepWindow) -> None:
         """Judge what modules drew, or read, when a backward called them again."""
         found = self._forwards.repeated.found
-        if found is not None and window.passes and self._judge.of_last_step() is None:
-            last = window.passes[max(window.passes)].site
+        again = self._forwards.checkpoints.found
+        if not window.passes or self._judge.of_last_step() is not None:
+            return
+        last = window.passes[max(window.passes)].site
+        # what a checkpoint has computed has a place, and a cause that was looked for
+        if again is not None and (found is None or found.name == "wrong-backward"):
+            self._judge.add(violation_of(again.fault, window, last))
+        elif found is not None:
             causes = () if found.name == "wrong-backward" else ("written",)
             step_fault = StepFault(found.name, found.sentence, causes=causes)
             self._judge.add(violation_of(step_fault, window, last))
@@ -1093,6 +1144,11 @@ class TorchAudit:
             return replace(ORPHANS, sentence=said)
         why = "; ".join(map(str, [*(findings | reasons)][:2])) or "no loss went backward"
         return finding("nothing-judged", f"no step could be judged: {why}")
+
+
+def _not_kept(record: PassRecord) -> ActivePass:
+    """Return a pass whose calls are not there."""
+    return ActivePass(record, Reader(), unrecorded=NOT_KEPT)
 
 
 def _is_rescaled_each_time(window: StepWindow) -> bool:

@@ -639,14 +639,27 @@ class AuditJudge:
             by_site[str(seen.site)].append(keys)
         for site, reached in by_site.items():
             times = Counter(chain.from_iterable(reached))
-            if some := [key for key, number in times.items() if number < len(reached)]:
+            some = [key for key, number in times.items() if number < len(reached)]
+            if not some:
+                continue
+            # A context that is cut off after its first use by mistake leaves exactly what truncated
+            # backpropagation through time, a warm-up branch or layer dropout leave: the same
+            # passes, values and arrivals. So this is a finding, and no fault.
+            if reached[0].issuperset(some) and all(times[key] == 1 for key in some):
+                said = (
+                    f"{self._names(some)} got a gradient in the first of {len(reached)} passes of a"
+                    " window alone (expected where a state is carried over and cut off on purpose,"
+                    " as in truncated backpropagation through time; otherwise look for a `detach`"
+                    " or a `no_grad`)"
+                )
+            else:
                 said = (
                     f"{counted(len(some), 'parameter')} of the optimizer got a gradient in"
                     " some passes of a window and in others none (expected of mixtures of experts"
                     " and of layers that are unfrozen one by one; otherwise look for a `detach` or a"
                     " `no_grad`)"
                 )
-                self._notes[finding("partly-reached-parameters", said, site)] += 1
+            self._notes[finding("partly-reached-parameters", said, site)] += 1
 
     def _note_modes(self, window: StepWindow, used: Iterable[Source]) -> None:
         """Note a line whose passes went through one module in train mode and in eval mode."""

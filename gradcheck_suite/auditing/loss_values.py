@@ -322,7 +322,8 @@ class _Values:
             saved = self._saved(node, "result")
             return edge[0] if saved is not None and self._differs(edge, saved, node) else None
         for edge, tensor in _saved_inputs(node):
-            if self._differs(edge, _known(tensor), None):
+            saved = _known(tensor)
+            if saved is not None and self._differs(edge, saved, None):
                 return edge[0]
         return None
 
@@ -495,7 +496,11 @@ def _saved_inputs(node: Any) -> Iterator[tuple[tuple[Any, int], torch.Tensor]]:
                 yield edge, tensor
 
 
-def _known(tensor: torch.Tensor) -> Known:
+def _known(tensor: torch.Tensor) -> Known | None:
+    """Return the value of a tensor; None where it has no memory."""
+    # FSDP frees the storage of what it has gathered, and a read of it ends the process
+    if tensor.numel() and not tensor.untyped_storage().nbytes():
+        return None
     found = tensor.detach()
     is_signed = found.dtype.is_signed and found.numel() <= MOST_ELEMENTS
     return Known(found, found.abs() if is_signed else found)

@@ -29,6 +29,7 @@ from torch.utils._device import DeviceContext
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
+from gradcheck_suite.auditing.checkpointed import GENERATOR, CheckpointWatch
 from gradcheck_suite.auditing.modes import Apart, AsBefore, is_of_rows
 from gradcheck_suite.auditing.places import current_place
 from gradcheck_suite.auditing.program_state import (
@@ -367,6 +368,7 @@ class ModuleCalls:
             `INPUTS`, `PARAMETERS`, `STATE`.
         functions: classes of custom functions in the graphs of recorded calls.
         repeated: the calls of this window, by which those of its backward are known to be the same.
+        checkpoints: what those of torch compute again.
     """
 
     def __init__(
@@ -382,6 +384,9 @@ class ModuleCalls:
         self.functions: set[type] = set()
         self._looked_at: set[tuple[int, bool]] = set()
         self.repeated = RepeatedCalls()
+        self.checkpoints = CheckpointWatch(
+            self._compares_checkpoints, self.repeated.around, functools.partial(self._try, READ)
+        )
         self._is_full = False
         self._kept_at: tuple[int, Point] | None = None
         self._last_kept: weakref.ref[CallInputs] | None = None
@@ -408,9 +413,11 @@ class ModuleCalls:
         # no issue known)
         self._asked = module_hooks._has_any_global_hook
         module_hooks._has_any_global_hook = lambda: others
+        self.checkpoints.open()
 
     def close(self) -> None:
         """Stop watching, and forget a call that has not returned."""
+        self.checkpoints.close()
         for handle in self._handles:
             handle.remove()
             # torch 2.13.0 leaves this entry behind (torch/nn/modules/module.py, no issue known)
@@ -566,6 +573,10 @@ class ModuleCalls:
         elif torch.is_grad_enabled() and differentiable(output):
             self.repeated.compare(module, given, output)
 
+    def _compares_checkpoints(self) -> bool:
+        is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        return self._wanted() is True and not is_transformed and not torch.compiler.is_compiling()
+
     def pass_begins(self) -> None:
         """Note from which random numbers a backward pass may draw."""
         if torch._C._current_graph_task_id() == -1:
@@ -574,6 +585,7 @@ class ModuleCalls:
     def forget_calls(self) -> None:
         """Forget the calls of a window that is over."""
         self.repeated.forget()
+        self.checkpoints.forget()
         self._outermost = None  # of a call that has raised
 
     def _hook(self, told: Callable[..., None], *about: Any) -> Callable[[torch.Tensor], None]:
@@ -732,7 +744,6 @@ class ReplayOptions:
         own_parameters: whether the parameters are the program's own, and no copies.
         as_it_was_at_backward: whether what the program has written to parameters and arguments
             between a call and its backward is written here, too.
-        opened: whether checkpoints compute nothing again, and keep what the forward has computed.
         unhooked: whether the hooks that the forward sets on tensors are left out.
     """
 
@@ -745,7 +756,6 @@ class ReplayOptions:
     marked: bool = False
     own_parameters: bool = False
     as_it_was_at_backward: bool = False
-    opened: bool = False
     unhooked: bool = False
 
 
@@ -959,23 +969,15 @@ def _eagerly() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _watched_checkpoints(seen: Checkpoints, *, opened: bool) -> Iterator[None]:
-    """Count checkpoints, and let them keep what the forward has computed where that is asked for.
-
-    A reentrant one always does: its backward refuses to run inside of `torch.autograd.grad`.
-
-    Args:
-        seen: what is counted.
-        opened: whether nothing is computed again.
+def _watched_checkpoints(seen: Checkpoints) -> Iterator[None]:
+    """Count checkpoints, and let reentrant ones keep what the forward has computed: their backward
+    refuses to run inside of `torch.autograd.grad`.
     """
-    plain = getattr(checkpoints, GENERATOR, None)
+    plain: Any = getattr(checkpoints, GENERATOR, None)
 
     def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
         seen.number += 1
-        if opened or plain is None:
-            yield
-        else:
-            yield from plain(*args, **kwargs)
+        yield from plain(*args, **kwargs)
 
     def apply(function: Callable[..., Any], _: bool, *args: Any) -> Any:
         seen.reentrant += 1
@@ -1001,10 +1003,6 @@ def _watched_hooks(lines: list[str], *, unhooked: bool) -> Iterator[None]:
 
     with mock.patch.object(torch.Tensor, "register_hook", register):
         yield
-
-
-GENERATOR = "_checkpoint_without_reentrant_generator"
-"""What runs around the function of a checkpoint that is not reentrant, in `torch.utils.checkpoint`."""
 
 
 def has_room(module: torch.nn.Module) -> bool:
@@ -1057,7 +1055,7 @@ def replay(
         stack.enter_context(_eagerly())
         seen = Checkpoints()
         if has_room(module):
-            stack.enter_context(_watched_checkpoints(seen, opened=how.opened))
+            stack.enter_context(_watched_checkpoints(seen))
         stack.enter_context(AsBefore(forward.on))
         positional, keywords = pytree.tree_unflatten(made.arguments, forward.structure)
         forward.random.set()

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, compress
@@ -192,6 +192,49 @@ def _parsed(text: str) -> ast.Module:
 
 def _tree(file: str) -> ast.Module:
     return _parsed("".join(linecache.getlines(file)))
+
+
+def variables_of(values: Iterable[Any]) -> dict[int, str]:
+    """Return the id of each value that a variable of the user's functions that run holds, or an
+    attribute of their `self`, with the name.
+    """
+    wanted = {id(value) for value in values}
+    found = dict[int, str]()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_users(frame.f_code.co_filename):
+            own = frame.f_locals
+            inside = getattr(own.get("self"), "__dict__", None)
+            pairs = [*own.items(), *(inside.items() if type(inside) is dict else ())]
+            for name, value in pairs:
+                if id(value) in wanted:
+                    found.setdefault(id(value), name)
+        frame = frame.f_back
+    return found
+
+
+def lines_that_write(file: str, names: Collection[str]) -> list[str]:
+    """Return the lines of a file that write to attributes or variables of some names.
+
+    Those are left out that may be the first ones: in an `__init__`, and in no loop or function.
+    """
+    later = ast.For | ast.While | ast.FunctionDef | ast.AsyncFunctionDef
+    around = [node for node in ast.walk(_tree(file)) if isinstance(node, later)]
+    first = [one for one in around if getattr(one, "name", "") == "__init__"]
+    initial = set(chain.from_iterable(map(ast.walk, first)))
+    nodes = set(chain.from_iterable(map(ast.walk, around))) - initial
+    written = {getattr(node, "lineno", 0) for node in nodes if _written_names(node) & {*names}}
+    return [f"{file}:{number}" for number in sorted(written)]
+
+
+def _written_names(node: ast.AST) -> set[str]:
+    """Return the names of what a statement writes to."""
+    targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
+    if not isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
+        return set()
+    parts = chain.from_iterable(ast.walk(target) for target in targets if target is not None)
+    names = (getattr(part, "attr", getattr(part, "id", "")) for part in parts)
+    return {name for name in names if name}
 
 
 def is_tried(place: Place) -> bool:

@@ -150,6 +150,8 @@ def recorded_calls(
     """
     parts = []
     for index, (one, weight) in enumerate(zip(passes, weights, strict=True)):
+        if one.unrecorded:
+            raise NotRecomputed(one.unrecorded)
         if not one.forwards:
             raise NotRecomputed(
                 f"no call of a module that leads to the loss was recorded ({unseen})"
@@ -622,12 +624,6 @@ SENTENCES = {
         "the term that custom function {name} adds by itself has weight 1 in each of {number}"
         " micro-batches, and not 1/{number}"
     ),
-    "other again": (
-        "what a checkpoint computes again in the backward is not what the forward has computed: with"
-        " the checkpoint the window's gradient is that of the program, and without it, from the same"
-        " calls, it is another one (random numbers of a generator that it does not restore, or other"
-        " state?)"
-    ),
     "output hook": (
         "a hook on an output of the model multiplies the gradients of the window's micro-batches by"
         " factors from {numbers}, so micro-batches do not add up to one batch (it normalizes or"
@@ -922,8 +918,6 @@ def _compute(asked: RecomputeRequest, result: RecomputeResult) -> None:
     elif modes:
         _judge_modes(asked, parts, modes, result)
     else:
-        if any(found.checkpoints.number for found in replayed):
-            _judge_checkpoints(asked, parts, result)
         _note_tensor_hooks(asked, parts, replayed, result)
     if result.name is None:
         _judge_age(asked, parts, result)
@@ -949,23 +943,6 @@ def _note_tensor_hooks(
             " below it"
         )
         result.notes.append(finding("hook-factor", said))
-
-
-def _judge_checkpoints(
-    asked: RecomputeRequest, parts: Sequence[RecordedCall], result: RecomputeResult
-) -> None:
-    """Ask whether checkpoints compute again what the forward has computed.
-
-    With them the gradient is that of the program. Without them it is that of what the forward has
-    computed: no random number is drawn twice, and no state is read twice.
-
-    `RepeatedCalls` sees calls of modules alone, and sees them where a window is not computed again,
-    too. This sees what a checkpoint computes after its last module, as noise of numpy
-    (`faulty_checkpoint_of_a_method_with_numpy` in tests/auditing/evidence_scripts.py).
-    """
-    opened, _, replayed = _computed(asked, parts, ReplayOptions(opened=True))
-    if opened.worst is not None and not any(map(_lost_by, parts, replayed)):
-        _blame("wrong-backward", SENTENCES["other again"], opened, result)
 
 
 def _is_that_of_one_batch(

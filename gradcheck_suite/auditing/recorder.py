@@ -196,6 +196,7 @@ class ActivePass:
         outside: what it passes outside of these, where its window is to be computed again.
         written: what it reads that was written since the forward, in such a window.
         resets: index of an optimizer -> where its gradients were let go before the pass.
+        unrecorded: why no calls of it are there, where that is not for want of calls.
     """
 
     record: PassRecord
@@ -206,6 +207,7 @@ class ActivePass:
     outside: Outside = field(default_factory=Outside)
     written: Written | None = None
     resets: dict[int | None, Place] = field(default_factory=dict)
+    unrecorded: str = ""
 
 
 PASSES = "backward passes"

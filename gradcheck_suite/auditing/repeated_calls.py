@@ -6,10 +6,9 @@ function. Results are compared, and where they differ the cause is measured: wha
 a checkpoint, or to the module, has other values now; the parameters or buffers of the module have;
 its mode is another one. What remains is the fault of what computes again.
 
-The second computation of a window asks the same of its checkpoints, with those that are opened
-(`recomputation`). It calls recorded modules alone, so it never meets a checkpoint that the script
-itself calls, or an `autograd.Function` of its own (`faulty_reentrant_checkpoint_of_the_script`,
-`faulty_own_checkpoint_of_the_script` in tests/auditing/evidence_scripts.py).
+`checkpointed` asks the same of all that torch's own checkpoints compute, in modules and outside of
+them. It does not know of an `autograd.Function` of the program's that calls a module again
+(`faulty_own_checkpoint_of_the_script` in tests/auditing/evidence_scripts.py).
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ Marks = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class _Source:
+class Source:
     """A tensor that the forward computed from.
 
     Attributes:
@@ -65,9 +64,9 @@ class _Source:
     version: int
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> _Source:
+    def of(tensor: torch.Tensor) -> Source:
         """Note what a tensor holds."""
-        return _Source(weakref.ref(tensor), fingerprint(tensor), *_versions([tensor]))
+        return Source(weakref.ref(tensor), fingerprint(tensor), *_versions([tensor]))
 
     def is_written(self, *, unseen: bool) -> bool:
         """Return whether it holds something else now, as far as it is still there.
@@ -93,7 +92,7 @@ class _Begun:
     """
 
     versions: list[int]
-    sources: Sequence[_Source]
+    sources: Sequence[Source]
     buffers: Marks
     random: int
 
@@ -121,7 +120,7 @@ class _ModuleCall:
     dtypes: tuple[torch.dtype, ...]
     training: bool
     point: Marks = ()
-    sources: Sequence[_Source] = ()
+    sources: Sequence[Source] = ()
     buffers: Marks | None = None
     passes: int = 0
     random: int = 0
@@ -175,8 +174,8 @@ def _call(module: torch.nn.Module, given: Any, output: Any) -> _ModuleCall:
         found[len(numbers) :],
         tuple(one.dtype for one in outputs),
         module.training,
-        _marks(module.parameters()),
-        buffers=_marks(module.buffers()),
+        marks_of(module.parameters()),
+        buffers=marks_of(module.buffers()),
     )
 
 
@@ -196,7 +195,7 @@ def _is_in_checkpoint() -> bool:
     return False
 
 
-def _marks(tensors: Iterable[torch.Tensor]) -> Marks:
+def marks_of(tensors: Iterable[torch.Tensor]) -> Marks:
     """Return a checksum of each tensor, or its version where it lies on a device."""
     own = list(tensors)
     marks = BatchedSampler().marks(own)
@@ -236,7 +235,7 @@ def _repeating_frame() -> FrameType | None:
     return None
 
 
-def _random_mark() -> int:
+def random_mark() -> int:
     """Return a checksum of the generators from which modules draw."""
     mark = zlib.crc32(bytes(torch.get_rng_state().numpy()))
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -269,7 +268,7 @@ class RepeatedCalls:
         self.found: Written | None = None
         self._calls: defaultdict[int, list[_ModuleCall]] = defaultdict(list)
         self._begun: defaultdict[int, list[_Begun]] = defaultdict(list)
-        self._sources = dict[tuple[tuple[int, int], ...], list[_Source]]()
+        self._sources = dict[tuple[tuple[int, int], ...], list[Source]]()
         self._passes = 0
         self._at_begin = 0
         self._entered = dict[int, int]()
@@ -284,7 +283,7 @@ class RepeatedCalls:
     def pass_begins(self) -> None:
         """Note that a backward pass begins."""
         self._passes += 1
-        self._at_begin = _random_mark() if self._calls else 0
+        self._at_begin = random_mark() if self._calls else 0
         # the program may write the next batch to the same memory
         self._sources.clear()
 
@@ -294,13 +293,13 @@ class RepeatedCalls:
             return
         begun = _Begun(
             _versions(arguments),
-            self._around(),
-            _marks(module.buffers()),
-            _random_mark(),
+            self.around(),
+            marks_of(module.buffers()),
+            random_mark(),
         )
         self._begun[id(module)].append(begun)
 
-    def _around(self) -> Sequence[_Source]:
+    def around(self) -> Sequence[Source]:
         """Return what the checkpoint that runs was given; all modules in it share that."""
         frame = _repeating_frame()
         if frame is None:
@@ -310,7 +309,7 @@ class RepeatedCalls:
         known = self._sources.get(key)
         # the id of a tensor that is gone may be another one's now
         if known is None or any(one.tensor() is None for one in known):
-            known = self._sources[key] = [_Source.of(one) for one in tensors]
+            known = self._sources[key] = [Source.of(one) for one in tensors]
         return known
 
     def note(self, module: torch.nn.Module, given: Any, output: Any) -> None:
@@ -329,7 +328,7 @@ class RepeatedCalls:
         call = _call(module, given, output)
         tensors = [one for one in pytree.tree_leaves(given) if isinstance(one, torch.Tensor)]
         own = [
-            _Source(weakref.ref(one), held, *_versions([one]))
+            Source(weakref.ref(one), held, *_versions([one]))
             for one, held in zip(tensors, call.inputs, strict=True)
             if not isinstance(one, torch.nn.Parameter)
         ]
@@ -353,7 +352,7 @@ class RepeatedCalls:
         known = self._calls.get(id(module))
         if not known or self.found:
             return
-        self._entered[id(module)] = _random_mark()
+        self._entered[id(module)] = random_mark()
         # a pass has the calls since the one before, but where all forwards come first
         latest = [then for then in known if then.passes == known[-1].passes]
         is_of_torch = _is_in_checkpoint()

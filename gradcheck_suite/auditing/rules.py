@@ -25,11 +25,12 @@ class Change:
     """What changed `.grad` or parameters, and where.
 
     Attributes:
-        what: a `reset`, an `edit` or a `division` of `.grad`, or a `write` to parameters.
+        what: a `reset`, an `edit` or a `division` of `.grad`, a `write` to parameters or a state, or
+            a `checkpoint`.
         lines: that may have done it, a few at most; the one of a single line is known.
     """
 
-    what: Literal["reset", "edit", "division", "write"]
+    what: Literal["reset", "edit", "division", "write", "checkpoint"]
     lines: Sequence[str]
 
     @property

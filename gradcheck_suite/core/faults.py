@@ -581,6 +581,12 @@ _ROWS = (
             "fix the backward of the `jax.custom_vjp`, or accept it with `--accept wrong-backward`"
             " if it is meant"
         ),
+        causes={
+            "written": Remedy(
+                "write to what a checkpoint reads when the backward has ended, or give it to the"
+                " checkpoint as an argument"
+            )
+        },
         command="audit",
     ),
     _gradient_fault(

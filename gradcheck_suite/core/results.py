@@ -177,8 +177,8 @@ class Violation:
             about to come.
         where: in an audit, `file:line` of the line to change: of the call of the loss, or of what
             `change` names, else of what is nearest to the fault.
-        change: in an audit, what is to be changed at `where`: a `reset`, an `edit`, a `division`;
-            None for the loss.
+        change: in an audit, what is to be changed at `where`: a `reset`, an `edit`, a `division`,
+            a `write`, a `checkpoint`; None for the loss.
         loss: in an audit, `file:line` of the call of the loss where `where` is another one; else
             None.
         backward: in an audit, `file:line` of the window's last call of backward, or None.
