@@ -87,7 +87,7 @@ for i in range(16):
 """
 FAULTY = {
     "a critic that has the trunk, too": (ACTOR_AND_CRITIC, "reset-inside-window"),
-    "one scaler for adversaries": (ADVERSARIES, "unrecognised-weights"),
+    "one scaler for adversaries": (ADVERSARIES, "step-per-micro-batch"),
     "a reset by the optimizer that has the module, too": (
         INTERLEAVED.format(owned="a, b", mode=True),
         "reset-inside-window",
@@ -99,7 +99,7 @@ FAULTY = {
     ),
     "a scale that is updated inside of a window": (
         ONE_SCALER.format(interval=3),
-        "unrecognised-weights",
+        "step-per-micro-batch",
     ),
 }
 SOUND = {
