@@ -214,8 +214,10 @@ def test_scripting_compiling_saving_and_copying_work_under_an_audit():
         compiled = torch.compile(
             lambda x, y: F.cross_entropy(model(x), y), backend="aot_eager", fullgraph=True
         )
-        for loss in (compiled(x, y), torch.jit.script(torch.nn.CrossEntropyLoss())(model(x), y)):
-            loss.backward()
+        scripted = torch.jit.script(torch.nn.CrossEntropyLoss())
+        # each forward after the step before it, else the second loss is that of old parameters
+        for compute in (compiled, lambda x, y: scripted(model(x), y)):
+            compute(x, y).backward()
             optimizer.step()
             optimizer.zero_grad()
         file = io.BytesIO()

@@ -245,9 +245,12 @@ def test_a_sum_made_by_hand_is_told_from_a_reset(dtype, shape, passes, spread, v
         assert result.verdict == verdict, result
     assert [v.diagnosis for v in found([passes - 1]).violations] == ["reset-inside-window"]
     if verdict == "holds":
-        # what a program puts together from kept gradients is its own; which of them it leaves out
-        # is said, not blamed
+        # a combination of kept gradients is the program's own; that it leaves out the same pass of
+        # one line in each window is a fault where the dtype's rounding lets the factors be read
         partial = found(range(1, passes))
+        if dtype == torch.float32:
+            assert [v.diagnosis for v in partial.violations] == ["dropped-micro-batch"]
+            return
         assert (partial.verdict, not partial.violations) == ("holds", True)
         assert any("writes a combination into it" in finding for finding in partial.findings), (
             partial.findings

@@ -28,15 +28,18 @@ def _right(*names: str):
 def _with_one_memory(run: TrainingRun, *, waits: bool) -> None:
     """Compute each loss from memory that the next micro-batch of that shape fills again.
 
-    Past autograd's check, as a captured graph or a pinned buffer does it.
+    Past autograd's check, as a captured graph or a pinned buffer does it. Ids have memory of their
+    own: a sparse gradient of an embedding keeps them as its indices, also after the backward.
     """
     for window in windows(run):
         run.optimizer.zero_grad()
         total, memory = window_count(run, window), dict[Any, torch.Tensor]()
         losses: list[torch.Tensor] = []
         for batch in window:
-            inputs = memory.setdefault(batch["x"].shape, torch.empty_like(batch["x"]))
-            inputs.data.copy_(batch["x"])
+            inputs = batch["x"]
+            if inputs.is_floating_point():
+                inputs = memory.setdefault(inputs.shape, torch.empty_like(inputs))
+                inputs.data.copy_(batch["x"])
             loss = part_of_window(run, {**batch, "x": inputs}, total)
             if waits:
                 losses.append(loss)

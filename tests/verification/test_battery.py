@@ -344,9 +344,9 @@ def test_the_search_for_a_fault_of_the_probes_ends(monkeypatch):
         None,
         "wrong-scale",
     )
-    # a small case that shows another fault stands for that of the probe, whose name it keeps
+    # a small case that shows another fault than the probe stands for it, and has a name of its own
     assert both.violation.case.spec.input.kind != "index"
-    assert both.violation.diagnosis == "wrong-scale"
+    assert both.violation.diagnosis == "added-term"
 
 
 @pytest.mark.full

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from gradcheck_suite.core.faults import names_of
 from gradcheck_suite.verification.verify import verify
@@ -62,3 +63,15 @@ def test_a_fault_of_ranks_that_looks_like_another_has_a_right_name(loop):
 def test_the_sound_loop_beside_it_holds(loop):
     result = verify(loop, examples=60)
     assert result.violation is None, result.violation.explanation
+
+
+def test_a_sparse_gradient_shares_the_memory_of_the_ids():
+    """Ids that are filled again after the backward move the rows of a sparse `.grad`."""
+    table = torch.nn.Embedding(5, 2, sparse=True)
+    ids = torch.tensor([1])
+    table(ids).square().sum().backward()
+    of_row = 2 * table.weight[1].detach()
+    ids.fill_(3)
+    moved = torch.zeros(5, 2)
+    moved[3] = of_row
+    torch.testing.assert_close(table.weight.grad.to_dense(), moved)
