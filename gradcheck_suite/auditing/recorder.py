@@ -359,6 +359,7 @@ class Recorder:
         self._groups: dict[int, weakref.ref[Any]] | None = None
         self._late: list[PassRecord] = []
         self._resets: dict[int | None, Place] = {}
+        self._let_go_in_pass: set[int | None] = set()
         self._points_of = ParameterPoints()
         self._gradients_of = samples.BatchedSampler()
         self._clipped_of = samples.BatchedSampler()
@@ -587,6 +588,7 @@ class Recorder:
             record = PassRecord(current_place(), accumulates, loop=loop_here())
             resets = self._resets
             self._resets = {}
+            self._let_go_in_pass.clear()
         else:
             record = PassRecord(NOWHERE, False)  # of which nothing is kept
         running = ActivePass(record, Reader(), resets=resets)
@@ -1022,13 +1024,18 @@ class Recorder:
         # called for each gradient, of which the first one of each optimizer tells: several may be
         # reset one after the other, and the line that throws away what is needed is that of one
         for optimizer in known.groups:
-            if optimizer not in self._resets:
+            if optimizer not in self._resets or optimizer in self._let_go_in_pass:
                 self._note_reset(optimizer)
 
     @_guarded(SUMS)
     def _note_reset(self, optimizer: int | None) -> None:
         """Note where gradients of an optimizer are let go, as by `zero_grad`, which has no hook."""
         self._resets[optimizer] = current_place()
+        # FSDP lets go of gathered gradients in the backward: a reset after it is what is looked for
+        if self.running() is None:
+            self._let_go_in_pass.discard(optimizer)
+        else:
+            self._let_go_in_pass.add(optimizer)
 
     @_guarded(SUMS)
     def _arrive_all(self, running: ActivePass) -> None:
