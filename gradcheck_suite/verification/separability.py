@@ -215,6 +215,7 @@ def _mixing_module(
     items = Items(whole)
     total = instance.case.plan.total_items
     before = _calls(instance, model, whole)
+    doubled = _calls_on_all_twice(instance, model, items, total)
     for place in range(min(total, MOST_REPLACED)):
         order = list(range(total))
         # another item of the batch in its place, so that the values stay among those that the model
@@ -227,13 +228,34 @@ def _mixing_module(
         # an expert without items is not called
         for key in (key for key in before if key in after):
             inputs, outputs = (
-                [_changes(a, b, place, total) for a, b in zip(*values, strict=False)]
-                for values in zip(before[key], after[key], strict=True)
+                [
+                    _changes(a, b, place, total)
+                    for a, b, twice in zip(*values, strict=False)
+                    # the last state of an RNN of two directions has these along its first axis
+                    if _is_of_items(twice, total, is_known=key in doubled)
+                ]
+                for values in zip(
+                    before[key], after[key], doubled.get(key, before[key]), strict=True
+                )
             )
             # the innermost module comes first, and is the one where the mixing begins
             if True in outputs and True not in inputs:
                 return key[0], model.get_submodule(key[0])
     return None
+
+
+def _calls_on_all_twice(
+    instance: Instance, model: torch.nn.Module, items: Items, total: int
+) -> Calls:
+    """Return the calls on a batch that has each item twice: what is of items is twice as long."""
+    try:
+        return _calls(instance, model, items.__getitems__([*range(total), *range(total)]))
+    except (RuntimeError, ValueError, IndexError):
+        return {}  # as where a kernel matrix of equal items is singular
+
+
+def _is_of_items(twice: torch.Tensor, total: int, *, is_known: bool) -> bool:
+    return not is_known or (bool(twice.ndim) and len(twice) == 2 * total)
 
 
 def _changes(before: torch.Tensor, after: torch.Tensor, place: int, total: int) -> bool:

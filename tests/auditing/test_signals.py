@@ -119,13 +119,13 @@ def test_a_signal_that_comes_while_the_audit_works_waits_for_it(tmp_path):
     # planted: the signal comes in the middle of a step's judgement
     before = (
         "from gradcheck_suite.auditing import judge\n"
-        "take, seen = judge.Judge.take, []\n"
+        "take, seen = judge.AuditJudge.take, []\n"
         "def taken(self, row):\n"
         "    seen.append(1)\n"
         "    if len(seen) == 9:\n"
         "        os.kill(os.getpid(), signal.SIGTERM)\n"
         "    return take(self, row)\n"
-        "judge.Judge.take = taken"
+        "judge.AuditJudge.take = taken"
     )
     _, audited, seen = _ended(tmp_path, before, "pass")
     assert audited.returncode == -signal.SIGTERM
