@@ -33,7 +33,7 @@ def test_each_fault_is_named(name):
     assert not said(program)
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize(
     "number",
     [

@@ -219,7 +219,7 @@ def test_weights_of_a_sum_made_by_hand_are_judged_within_the_rounding_of_its_dty
     assert found((2, 7, 3, 4), 4) == (["mean-of-means"], "violated")
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.full)]
 )

@@ -41,7 +41,7 @@ def _parameters(names):
     return [p.detach().clone() for module in found for p in module.parameters()]
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @_found_in(SOUND, DTYPES)
 def test_a_sound_script_is_not_blamed_and_its_parameters_are_equal_to_the_bit_without_an_audit(
     name, dtypes, scripts
@@ -71,7 +71,7 @@ def test_a_parameter_outside_of_cached_items_is_named_where_the_passes_have_the_
     assert any(said in text for text in result.findings) == is_named, result
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @_found_in(UNJUDGED)
 def test_what_cannot_be_judged_is_said(name, dtypes, scripts):
     for dtype in dtypes:
@@ -80,7 +80,7 @@ def test_what_cannot_be_judged_is_said(name, dtypes, scripts):
         assert UNJUDGED[name][0] in result.unjudged, (dtype, result)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @_found_in(FAULTY)
 def test_a_faulty_script_is_named(name, dtypes, scripts):
     for dtype in dtypes:

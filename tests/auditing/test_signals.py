@@ -50,7 +50,7 @@ def _ended(folder, before: str, then: str, *wrapper: str):
     return plain, audited, (result["verdict"], result["interrupted"], result["windows"])
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
 def test_a_signal_ends_the_process_after_the_verdict(name, tmp_path):
     before = "unfinished = sys.stdout.write('in the buffer')"
@@ -69,7 +69,7 @@ def test_timeout_ends_it_as_it_ends_the_script(tmp_path):
     assert seen == ("violated", True, 6)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize(
     ("before", "status", "prints"),
     [

@@ -170,6 +170,7 @@ def test_help_fits_the_terminal_and_breaks_no_name(command, columns, monkeypatch
         assert re.search(rf"(?<![\w-]){name}(?![\w-])", text), f"{name} is broken"
 
 
+@pytest.mark.full
 def test_trainers_prints_answers_alone_where_it_is_to_be_quiet(run):
     quiet = run("trainers", "loops.py:sound", "-n", 1, "-q").out.splitlines()
     told = run("trainers", "loops.py:sound", "-n", 1).out.splitlines()
@@ -177,6 +178,7 @@ def test_trainers_prints_answers_alone_where_it_is_to_be_quiet(run):
     assert all("holds" in line for line in quiet)
 
 
+@pytest.mark.full
 def test_campaign_takes_cases_and_quiet(run, project):
     outcome = run("campaign", "-q", "-n", 2, "verify", "loops.py:sound")
     assert outcome.out == "loops.py:sound  holds  2 cases\n"

@@ -222,6 +222,7 @@ def test_a_mistake_of_ours_among_settings_is_said_and_the_others_are_tried(monke
     assert any("a setting could not be tried: AttributeError at" in n for n in result.notes)
 
 
+@pytest.mark.full
 def test_what_an_optimizer_does_not_take_is_no_mistake_of_ours():
     """Nothing explains these steps, so that all of optax's kinds are tried: some need a value, and
     some take no schedule.

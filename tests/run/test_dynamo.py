@@ -6,6 +6,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 SCRIPT = """
     import sys
     import torch
@@ -64,6 +66,7 @@ WITHOUT = """
 """
 
 
+@pytest.mark.full
 def test_modes_and_masks_import_no_compiler():
     subprocess.run([sys.executable, "-c", textwrap.dedent(WITHOUT)], check=True)
 

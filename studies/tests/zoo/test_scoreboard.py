@@ -79,6 +79,7 @@ def test_a_bug_that_a_probe_shows_is_found_after_no_case_whatever_the_seed():
     assert (counts.middle, counts.most) == (0, 0)
 
 
+@pytest.mark.full
 def test_a_bug_of_some_models_alone_is_found_after_as_many_cases_as_a_run_says():
     bug = BUGS["biases-are-not-reset"]
     counts = count_cases(bug, [4], examples=60)

@@ -227,6 +227,7 @@ def test_a_script_of_torch_alone_never_imports_jax(tmp_path):
     assert result["steps"] == 1
 
 
+@pytest.mark.full
 def test_a_script_of_both_is_judged_as_both(tmp_path):
     path = tmp_path / "train.py"
     of_torch = (
@@ -241,6 +242,7 @@ def test_a_script_of_both_is_judged_as_both(tmp_path):
     assert [violation["diagnosis"] for violation in result["violations"]] == ["stale-window"]
 
 
+@pytest.mark.full
 def test_an_error_of_the_script_is_its_own(tmp_path):
     path = tmp_path / "train.py"
     fails = """

@@ -37,7 +37,7 @@ def needs(text):
             pytest.importorskip(package)
 
 
-@pytest.mark.share(6)
+@pytest.mark.share(9)
 @pytest.mark.parametrize("name", FAULTY)
 def test_a_faulty_script_is_named(tmp_path, name, pytestconfig):
     truth, text = FAULTY[name]
@@ -54,7 +54,7 @@ def test_a_faulty_script_is_named(tmp_path, name, pytestconfig):
         assert words.rows()[name] == said
 
 
-@pytest.mark.share(6)
+@pytest.mark.share(9)
 @pytest.mark.parametrize("name", SOUND)
 def test_a_sound_script_holds(tmp_path, name):
     needs(SOUND[name])
