@@ -498,7 +498,8 @@ def _saved_inputs(node: Any) -> Iterator[tuple[tuple[Any, int], torch.Tensor]]:
 
 def _known(tensor: torch.Tensor) -> Known | None:
     """Return the value of a tensor; None where it has no memory."""
-    # FSDP frees the storage of what it has gathered, and a read of it ends the process
+    # FSDP frees the storage of what it has gathered, and a read of it ends the process; not
+    # `is_freed`, since an expanded tensor has less memory than elements
     if tensor.numel() and not tensor.untyped_storage().nbytes():
         return None
     found = tensor.detach()

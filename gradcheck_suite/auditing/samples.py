@@ -194,6 +194,13 @@ def is_on_device(tensor: torch.Tensor) -> bool:
     return not tensor.is_cpu
 
 
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Return whether the storage of a tensor has no room for its elements, as FSDP frees that of what
+    it has gathered: to read it ends the process.
+    """
+    return tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size()
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has a place in the memory of the process."""
     return type(tensor) in OWN and tensor.layout == torch.strided and not is_on_device(tensor)
@@ -241,10 +248,9 @@ def _spot(tensor: torch.Tensor) -> _Spot | None:
     in_a_row = tensor.is_contiguous()
     if not in_a_row and tensor.is_nested:
         return None
-    # FSDP frees the storage of what it has gathered, which leaves a tensor at its begin without an
-    # address
+    # a tensor at the begin of a freed storage has no address, and was told by that
     number = tensor.numel()
-    if tensor.storage_offset() and tensor.untyped_storage().nbytes() < number * size:
+    if tensor.storage_offset() and is_freed(tensor):
         return None
     first = (address - _LOWEST) // size
     if in_a_row:
@@ -450,8 +456,8 @@ def _can_be_gathered(tensor: torch.Tensor) -> bool:
         and tensor.dtype in _DTYPES
         and is_on_device(tensor)
         and not tensor.is_nested
-        # FSDP frees the storage of what it has gathered
-        and 0 < tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
+        and tensor.numel() > 0
+        and not is_freed(tensor)
     )
 
 
@@ -498,11 +504,8 @@ def _some_elements(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _taken_elsewhere(tensor: torch.Tensor, *, whole: bool) -> tuple[Raw, int | None]:
-    if tensor.layout == torch.strided:
-        size = tensor.numel() * tensor.element_size()
-        # FSDP frees the storage of what it has gathered
-        if not size or tensor.untyped_storage().nbytes() < size:
-            return np.zeros(ELEMENTS + PROJECTIONS * whole), 0
+    if tensor.layout == torch.strided and (not tensor.numel() or is_freed(tensor)):
+        return np.zeros(ELEMENTS + PROJECTIONS * whole), 0
     with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
         if tensor.layout != torch.strided:
             # its values have no fixed places: strided elements would compare other rows
@@ -536,8 +539,7 @@ def fingerprint(tensor: torch.Tensor) -> Fingerprint:
             return 0
     plain = _plain(tensor)
     size = plain.numel() * plain.element_size()
-    # FSDP frees the storage of what it has gathered
-    if not size or plain.untyped_storage().nbytes() < size or not plain.is_contiguous():
+    if not size or is_freed(plain) or not plain.is_contiguous():
         return 0
     memory: Any = (ctypes.c_char * size).from_address(plain.data_ptr())
     return zlib.crc32(memory)
