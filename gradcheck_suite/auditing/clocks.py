@@ -88,23 +88,7 @@ class Clocks:
             for one in found
             if isinstance(one, torch.optim.lr_scheduler.LRScheduler)
         ]
-        known = {*map(id, parameters)}
-        own = [p for p in parameters if p.is_floating_point()]
-        like = {(p.shape, p.dtype, p.device): p for p in own if p.numel() >= FEWEST}
-        memory = {
-            tensor.data_ptr()
-            for tensor in chain.from_iterable((p, p.grad) for p in own)
-            if _has_memory(tensor)
-        }
-        pairs = [
-            (one, like[one.shape, one.dtype, one.device])
-            for one in found
-            if _has_memory(one)
-            and one.is_leaf
-            and (one.shape, one.dtype, one.device) in like
-            and id(one) not in known
-            and one.data_ptr() not in memory
-        ]
+        pairs = _alike(found, parameters)
         self._averages = [weakref.ref(one) for one in _near(pairs)][:MOST_AVERAGES]
 
     def note_scale(self, step: StepRecord, optimizer: Any) -> None:
@@ -131,6 +115,29 @@ def _has_memory(one: Any) -> TypeGuard[torch.Tensor]:
         return False
     is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(one)
     return not is_wrapped and not torch._is_functional_tensor(one)
+
+
+def _alike(
+    found: Iterable[Any], parameters: Sequence[torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return objects that are tensors of the form of a parameter, each with that parameter."""
+    known = {*map(id, parameters)}
+    own = [p for p in parameters if p.is_floating_point()]
+    like = {(p.shape, p.dtype, p.device): p for p in own if p.numel() >= FEWEST}
+    memory = {
+        tensor.data_ptr()
+        for tensor in chain.from_iterable((p, p.grad) for p in own)
+        if _has_memory(tensor)
+    }
+    return [
+        (one, like[one.shape, one.dtype, one.device])
+        for one in found
+        if _has_memory(one)
+        and one.is_leaf
+        and (one.shape, one.dtype, one.device) in like
+        and id(one) not in known
+        and one.data_ptr() not in memory
+    ]
 
 
 def _near(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:

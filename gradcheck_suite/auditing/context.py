@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from gradcheck_suite.auditing.custom_functions import NOT_SEEN
-from gradcheck_suite.auditing.events import FREE, Event, Gap, PassRecord, copy_to_host
+from gradcheck_suite.auditing.events import FREE, Event, Gap, PassRecord, StepRecord, copy_to_host
 from gradcheck_suite.auditing.function_calls import (
     CallsOfProgram,
     FunctionKey,
@@ -680,41 +680,50 @@ class TorchAudit:
             return
         self._places.add(event.place)
         if isinstance(event, PassRecord):
-            if self._is_full() and self._recorder.last is not None:
-                self._running[self._passes] = self._recorder.last
-            self._passes += 1
-            self._strays.on_pass(event)
-            self._lines.update(term.line for term in event.terms if term.line)
+            self._receive_pass(event)
         else:
-            self._strays.on_step(event)
-            for key in self._strays.found.keys() - self._names.keys():
-                self._name_of(key)  # while its module lives
-            # a step right after another one has its passes, or none
-            has_passes = self._passes > self._passes_at_step
-            self._passes_at_step = self._passes
-            if has_passes:
-                self._was_full = self._is_full()
-            if self._writer is not None:
-                self._writer.write(*self._taken())
-            else:
-                self._judge_events(again=has_passes and self._was_full)
-                if self._was_full and self._judge.used and not has_passes:
-                    said = (
-                        "a window was not computed again: another optimizer had stepped on its"
-                        " passes"
-                    )
-                    self._judge.note(finding("shared-passes", said))
-            if has_passes or self._after_gap:
-                self._after_gap = False
-                passes = self._recorder.passes_seen
-                seconds = self._recorder.seconds
-                if not self._schedule.after(
-                    event.optimizer, passes, seconds, was_full=self._was_full
-                ):
-                    self._pause()
-            self._let_go(event.optimizer)
-            if self.options.steps is not None and event.call + 1 >= self.options.steps:
-                self._detach()
+            self._receive_step(event)
+
+    def _receive_pass(self, record: PassRecord) -> None:
+        if self._is_full() and self._recorder.last is not None:
+            self._running[self._passes] = self._recorder.last
+        self._passes += 1
+        self._strays.on_pass(record)
+        self._lines.update(term.line for term in record.terms if term.line)
+
+    def _receive_step(self, step: StepRecord) -> None:
+        self._strays.on_step(step)
+        for key in self._strays.found.keys() - self._names.keys():
+            self._name_of(key)  # while its module lives
+        # a step right after another one has its passes, or none
+        has_passes = self._passes > self._passes_at_step
+        self._passes_at_step = self._passes
+        if has_passes:
+            self._was_full = self._is_full()
+        if self._writer is not None:
+            self._writer.write(*self._taken())
+        else:
+            self._judge_events(again=has_passes and self._was_full)
+            if self._was_full and self._judge.used and not has_passes:
+                said = (
+                    "a window was not computed again: another optimizer had stepped on its passes"
+                )
+                self._judge.note(finding("shared-passes", said))
+        if has_passes or self._after_gap:
+            self._after_gap = False
+            self._pause_if_due(step.optimizer)
+        self._let_go(step.optimizer)
+        if self.options.steps is not None and step.call + 1 >= self.options.steps:
+            self._detach()
+
+    def _pause_if_due(self, optimizer: int) -> None:
+        """Record nothing for a while where the schedule of an optimizer says so after its window."""
+        recorder = self._recorder
+        continues = self._schedule.after(
+            optimizer, recorder.passes_seen, recorder.seconds, was_full=self._was_full
+        )
+        if not continues:
+            self._pause()
 
     def _taken(self) -> list[Event]:
         """Return what was recorded since the last step."""
@@ -846,13 +855,16 @@ class TorchAudit:
             key = next((k for k, i in ids.items() if i == found.parameter), None)
             name = None if key is None else self._name_of(key)
             last = window.passes[max(window.passes)].site
-            step_fault = StepFault(found.name, found.sentence, causes=found.causes)
-            again = self._forwards.checkpoints.found
-            # of the same fault, it knows the place and the cause
-            if again is not None and again.written.name == found.name == "wrong-backward":
-                step_fault = again.fault
-            fault = violation_of(step_fault, window, last, name)
+            fault = violation_of(self._fault_found(found.name, found), window, last, name)
             self._judge.add(replace(fault, error=found.error, allowed=found.allowed))
+
+    def _fault_found(self, name: str, found: RecomputeResult) -> StepFault:
+        """Return the fault that a second computation has shown."""
+        again = self._forwards.checkpoints.found
+        # of the same fault, the comparison of the checkpoint knows the place and the cause
+        if again is not None and again.written.name == name == "wrong-backward":
+            return again.fault
+        return StepFault(name, found.sentence, causes=found.causes)
 
     def _weights_of(self, window: StepWindow, violation: Violation | None) -> dict[int, float]:
         """Return the passes of a window that are in its gradient, or should be, and the right weight
