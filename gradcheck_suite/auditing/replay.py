@@ -13,7 +13,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from itertools import chain, product
+from itertools import chain, compress, product
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -788,9 +788,14 @@ class Replay:
                 differences = now - then
             self._arrived[rank, index] |= zip(keys, differences, strict=True)
             is_whole = differences.shape[1] > ELEMENTS
-            if not (shown := np.any(differences[:, :ELEMENTS], axis=1)).all():
-                self._note_sparse(keys, differences, shown)
-            for key, is_any in zip(keys, np.any(differences, axis=1).tolist(), strict=True):
+            shown = np.any(differences[:, :ELEMENTS], axis=1)
+            arrived = np.any(differences, axis=1) if is_whole else shown
+            if not shown.all():
+                # without projections nobody knows whether something has arrived: they are taken from
+                # now on
+                may_be_unseen = ~shown & arrived if is_whole else ~shown
+                self.sparse.update(compress(keys, may_be_unseen))
+            for key, is_any in zip(keys, arrived.tolist(), strict=True):
                 old = states[key].coefficients
                 divisor = record.shards.get(key)
                 together = (*self._late.pop((rank, key), ()), index) if self._late else (index,)
@@ -814,26 +819,6 @@ class Replay:
                     }
                     made[asked] = added, old  # as long as the old one is kept, no other has its id
                 states[key] = State(record.now[key], added, bool(divisor))  # type: ignore[arg-type]
-
-    def _note_sparse(
-        self,
-        keys: Sequence[int],
-        differences: npt.NDArray[np.float64],
-        shown: npt.NDArray[np.bool_],
-    ) -> None:
-        """Note at which parameters something has, or may have, arrived that no sampled element shows.
-
-        Args:
-            keys: of the parameters.
-            differences: (keys, elements and projections), what has arrived.
-            shown: (keys,), whether a sampled element shows it.
-        """
-        projections = differences[:, ELEMENTS:]
-        # without projections nobody knows: they are taken from now on
-        arrived = projections.any(axis=1) if projections.shape[1] else np.ones(len(keys), bool)
-        self.sparse |= {
-            key for key, is_sparse in zip(keys, arrived & ~shown, strict=True) if is_sparse
-        }
 
     def _discard(self, rank: int, keys: Iterable[int]) -> None:
         """Note which passes stood together in a `.grad` that was reset: the program may have kept
@@ -1358,14 +1343,7 @@ class Replay:
             return None
         # rounding is relative to each parameter, and to its elements and its projections apart
         of_keys = np.split(arrivals, len(found))
-        parts = [
-            part
-            for part in chain.from_iterable(np.split(one, [ELEMENTS]) for one in of_keys)
-            if len(part)
-        ]
-        scale = np.repeat(
-            [float(np.hypot.reduce(np.abs(part).max(0))) for part in parts], list(map(len, parts))
-        )
+        scale = _scale_of_rows(of_keys)
         reached = scale > 0
         arrived = arrivals.any(1)
         # projections of few elements say nothing beside them
@@ -1373,19 +1351,9 @@ class Replay:
         is_enough = (arrived & elements).sum() >= 2 * number and not size(target[~reached])
         scaled = fitted(arrivals[reached] / scale[reached, None], target[reached] / scale[reached])
         if is_enough and scaled is not None:
-            solution, residual, spread = scaled
-            dtypes = set(map(self._dtype, found))
-            rounding = RELATIVE["float64"] + max(
-                growth(number + FURTHER_ROUNDINGS, dtype) for dtype in dtypes
-            )
-            rows = int(arrived.sum())
-            left = float(np.sqrt((residual * residual).sum() / (rows - number)))
-            largest = size(solution)
-            if left <= RMS_OF_ROUNDING * rounding * largest:
-                left = max(left, *(UNIT_ROUNDOFF[dtype] * largest for dtype in dtypes))
-                # as if it were no noise that the elements average out, but a direction, such as
-                # that of the parameters; and two coefficients may be off in opposite directions
-                bound = 2 * math.sqrt(rows) * left * float(spread.max())
+            solution = scaled[0]
+            bound = self._bound_of_fit(found, scaled, int(arrived.sum()))
+            if bound is not None:
                 return Fit(
                     *of,
                     solution,
@@ -1412,6 +1380,33 @@ class Replay:
             is_exact=False,
             left=share,
         )
+
+    def _bound_of_fit(
+        self, keys: Iterable[int], fit: tuple[Vector, Vector, Vector], rows: int
+    ) -> float | None:
+        """Return how far off the coefficients of a fit may be; None where it leaves over more than
+        rounding explains.
+
+        Args:
+            keys: of the parameters.
+            fit: the coefficients, what they leave over, and their spread.
+            rows: that something has reached.
+        """
+        solution, residual, spread = fit
+        number = len(solution)
+        dtypes = set(map(self._dtype, keys))
+        rounding = RELATIVE["float64"] + max(
+            growth(number + FURTHER_ROUNDINGS, dtype) for dtype in dtypes
+        )
+        left = float(np.sqrt((residual * residual).sum() / (rows - number)))
+        largest = size(solution)
+        # negated, so that a NaN is no fit
+        if not left <= RMS_OF_ROUNDING * rounding * largest:
+            return None
+        left = max(left, *(UNIT_ROUNDOFF[dtype] * largest for dtype in dtypes))
+        # as if it were no noise that the elements average out, but a direction, such as that of the
+        # parameters; and two coefficients may be off in opposite directions
+        return 2 * math.sqrt(rows) * left * float(spread.max())
 
     def _leave(self, window: StepWindow, steps: Sequence[StepRecord]) -> None:
         """Set the states that a step leaves behind, and forget what no later step can ask for."""
@@ -1558,3 +1553,16 @@ FEWEST = 8
 """Elements from which on a part of an edited gradient is told from chance."""
 SIGNIFICANT = 5.0
 """Standard errors from which on a coefficient is not 0."""
+
+
+def _scale_of_rows(of_keys: Sequence[Vector]) -> Vector:
+    """Return (rows,), the size of what arrived at the parameter of each row, for its elements and its
+    projections apart.
+
+    Args:
+        of_keys: (elements and projections, passes) for each parameter.
+    """
+    apart = chain.from_iterable(np.split(one, [ELEMENTS]) for one in of_keys)
+    parts = [part for part in apart if len(part)]
+    sizes = [float(np.hypot.reduce(np.abs(part).max(0))) for part in parts]
+    return np.repeat(sizes, list(map(len, parts)))
