@@ -113,7 +113,7 @@ class ProgramValues:
         modules = reached([function]).modules
         found = [*_of_variables(function), *_of_modules(modules)]
         plain = {key: one for key, one in found if isinstance(one.value, PLAIN)}
-        tensors = {key: one for key, one in found if _has_memory(one.value)}
+        tensors = {key: one for key, one in found if is_plain(one.value)}
         marks = marks_of(one.value for one in tensors.values())
         parameters = chain.from_iterable(module.parameters() for module in modules)
         return ProgramValues(
@@ -125,10 +125,6 @@ class ProgramValues:
             marks_of(parameters),
             _generators(),
         )
-
-
-def _has_memory(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and is_plain(value)
 
 
 def _changes(then: Mapping[Key, Value], now: Mapping[Key, Value]) -> list[tuple[Value, Value]]:

@@ -466,15 +466,17 @@ def _uses(one: WindowReadings, found: Sequence[ComparedObjective]) -> Iterator[O
         # the window's length is that of the call sites that this objective comes from
         here = {site[source] for source in sources}
         passes = {source[1] for source in one.coefficients if site[source] in here}
+        others = [o for o in right if o.key != objective.key]
+        is_beside_unequal = any(o.status != objective.status == UNEQUAL for o in found)
         yield ObjectiveInWindow(
             window,
             objective,
             length=len(passes),
             whole={source[1] for source in sources} == passes,
             taken_out=one.taken_out([objective]),
-            others=(others := [o for o in right if o.key != objective.key]),
+            others=others,
             beside=[o for o in found if o.key != objective.key and o.parts],
-            alone=bool(others) or any(o.status != objective.status == UNEQUAL for o in found),
+            alone=bool(others) or is_beside_unequal,
         )
 
 

@@ -227,19 +227,14 @@ def _mixing_module(
             continue  # of two equal items, as where a kernel matrix is singular
         # an expert without items is not called
         for key in (key for key in before if key in after):
-            inputs, outputs = (
-                [
-                    _changes(a, b, place, total)
-                    for a, b, twice in zip(*values, strict=False)
-                    # the last state of an RNN of two directions has these along its first axis
-                    if _is_of_items(twice, total, is_known=key in doubled)
-                ]
-                for values in zip(
-                    before[key], after[key], doubled.get(key, before[key]), strict=True
+            is_changed = [
+                _is_any_changed(then, now, twice, place, total)
+                for then, now, twice in zip(
+                    before[key], after[key], doubled.get(key, (None, None)), strict=True
                 )
-            )
+            ]
             # the innermost module comes first, and is the one where the mixing begins
-            if True in outputs and True not in inputs:
+            if is_changed == [False, True]:
                 return key[0], model.get_submodule(key[0])
     return None
 
@@ -254,8 +249,28 @@ def _calls_on_all_twice(
         return {}  # as where a kernel matrix of equal items is singular
 
 
-def _is_of_items(twice: torch.Tensor, total: int, *, is_known: bool) -> bool:
-    return not is_known or (bool(twice.ndim) and len(twice) == 2 * total)
+def _is_any_changed(
+    before: Values, after: Values, doubled: Values | None, place: int, total: int
+) -> bool:
+    """Return whether values of items beside that at a place have changed.
+
+    Args:
+        before: the inputs or the outputs of a call.
+        after: the same with another item at the place.
+        doubled: the same on a batch that has each item twice; None where it is not known.
+        place: of the item that was replaced.
+        total: number of items.
+    """
+    lengths = [2 * total for _ in before] if doubled is None else list(map(_length, doubled))
+    return any(
+        # the last state of an RNN of two directions has these along its first axis
+        length == 2 * total and _changes(then, now, place, total)
+        for then, now, length in zip(before, after, lengths, strict=False)
+    )
+
+
+def _length(value: torch.Tensor) -> int:
+    return len(value) if value.ndim else 0
 
 
 def _changes(before: torch.Tensor, after: torch.Tensor, place: int, total: int) -> bool:

@@ -5,8 +5,9 @@ audit.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from gradcheck_suite.auditing.jax.mapping import devices_of, pending_of, step_window
 from gradcheck_suite.auditing.jax.windows import (
@@ -110,9 +111,7 @@ class Verdicts:
     def violations(self) -> list[Violation]:
         """Return the violations so far, one for each diagnosis and place."""
         self._weigh()
-        found = [*self.found, *self._of_lost(), *self._of_clipped()]
-        for weighed in self._weighed.values():
-            found += [_in_jax_words(one) for one in (*weighed.violations, *weighed.provisional)]
+        found = [*self._of_sums(), *map(_in_jax_words, self._of_weighed())]
         several: defaultdict[tuple[str, str | None], list[Violation]] = defaultdict(list)
         for one in found:
             several[one.diagnosis, one.where].append(one)
@@ -125,10 +124,15 @@ class Verdicts:
     @property
     def violated(self) -> set[int]:
         """The steps that are violated."""
-        found = [*self.found, *self._of_lost(), *self._of_clipped()]
-        for weighed in self._weighed.values():
-            found += [*weighed.violations, *weighed.provisional]
+        found = chain(self._of_sums(), self._of_weighed())
         return {one.step for one in found if one.step is not None}
+
+    def _of_sums(self) -> Iterator[Violation]:
+        yield from (*self.found, *self._of_lost(), *self._of_clipped())
+
+    def _of_weighed(self) -> Iterator[Violation]:
+        for weighed in self._weighed.values():
+            yield from (*weighed.violations, *weighed.provisional)
 
     @property
     def weighed(self) -> set[int]:
