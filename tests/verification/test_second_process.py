@@ -28,6 +28,7 @@ from gradcheck_suite.errors import UsageError
 from gradcheck_suite.loops.reset_modes import BUILT_IN
 from gradcheck_suite.run import ranks
 from gradcheck_suite.run.instance import generated_instance
+from gradcheck_suite.run.processes import may_fork
 from gradcheck_suite.run.ranks import packed, unpacked
 from gradcheck_suite.run.runner import run_loop
 from gradcheck_suite.verification import ahead, search
@@ -297,7 +298,7 @@ def closes_descriptors(run):
     os.closerange(3, 300)
     open(os.devnull)
 
-with second_process() as judge:
+with second_process(forks=sys.argv[1] == "forked") as judge:
     judge.wait()
     for loop in (waits_for_all_children, forks, closes_descriptors):
         result = verify(loop, examples=12, time_limit_s=20, quiet=True)
@@ -309,10 +310,11 @@ os._exit(0)
 
 
 @pytest.mark.full
-def test_a_loop_may_wait_for_children_fork_and_close_descriptors():
+@pytest.mark.parametrize("how", ["forked", "started"])
+def test_a_loop_may_wait_for_children_fork_and_close_descriptors(how):
     """Each of these reached the second process, or its socket."""
     done = subprocess.run(
-        [sys.executable, "-c", STRANGE], capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", STRANGE, how], capture_output=True, text=True, timeout=200
     )
     assert done.stdout.splitlines() == [
         "waits_for_all_children True 12",
@@ -342,7 +344,7 @@ def test_verification_goes_on_where_the_process_is_stopped(monkeypatch, stopped)
 ABANDONED = """
 import os, sys
 from gradcheck_suite.verification.judge_process import second_process
-with second_process() as judge:
+with second_process(forks=sys.argv[2] == "forked") as judge:
     judge.wait()
     print(judge.pid, flush=True)
     if sys.argv[1] == "killed":
@@ -351,10 +353,11 @@ with second_process() as judge:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("start", ["forked", "started"])
 @pytest.mark.parametrize("how", ["killed", "ended"])
-def test_it_ends_with_its_parent(how):
+def test_it_ends_with_its_parent(how, start):
     done = subprocess.run(
-        [sys.executable, "-c", ABANDONED, how], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", ABANDONED, how, start], capture_output=True, text=True, timeout=120
     )
     pid = int(done.stdout)
     end = time.monotonic() + 60
@@ -368,6 +371,22 @@ def _is_running(pid):
         return "second_process" in Path(f"/proc/{pid}/cmdline").read_text()
     except FileNotFoundError:
         return False
+
+
+def test_a_process_that_has_jax_is_not_forked():
+    """It may have computed, and a fork would lose the threads of XLA."""
+    assert not may_fork()
+
+
+def test_verification_goes_on_where_there_is_no_room_for_a_process(monkeypatch):
+    def refuses(*_, **__):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(judges, "_judges", [])
+    monkeypatch.setattr(judges, "Child", refuses)
+    with second_process() as judge:
+        assert judge is None
+        assert running_judge() is None
 
 
 # JAX's opinion on users' problems: it agrees where it should, a planted error is found, and the
