@@ -51,7 +51,7 @@ from gradcheck_suite.core.results import (
     result_lines,
 )
 from gradcheck_suite.core.source_lines import loop_source
-from gradcheck_suite.core.text import aligned, counted, say
+from gradcheck_suite.core.text import aligned, counted, say, summary_of
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.loops.trainers import PACKAGES, TRAINERS
 from gradcheck_suite.run import environment
@@ -690,12 +690,11 @@ def _list(ranks: int) -> int:
     from gradcheck_suite.loops.reset_modes import BUILT_IN
 
     loops = {**BUILT_IN, **JAX_MODES} if ranks == 1 else RANK_LOOPS
-    # the first line of a loop's docstring describes it, so that the two cannot differ
-    built_in = [
-        (name, (loop.__doc__ or "").strip().splitlines()[0]) for name, loop in loops.items()
-    ]
+    # a loop's docstring describes it, so that the two cannot differ
+    built_in = [(name, summary_of(loop)) for name, loop in loops.items()]
     trainers = [(name, f"{trainer.about} [{trainer.status}]") for name, trainer in TRAINERS.items()]
-    print("\n".join(aligned([*built_in, *(trainers if ranks == 1 else [])])))
+    rows = [*built_in, *(trainers if ranks == 1 else [])]
+    say(aligned(rows))
     return exit_status.HOLDS
 
 

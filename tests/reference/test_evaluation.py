@@ -155,6 +155,7 @@ def test_a_loop_is_not_blamed_for_a_fault_of_numpy(monkeypatch):
     assert any("layer linear" in text for text in said)
 
 
+@pytest.mark.share(4)
 def test_a_run_says_a_fault_of_numpy_as_a_finding(monkeypatch):
     assert verify(MODES["zero_"], examples=2, quiet=True).findings == ()
     monkeypatch.setattr(programs, "PROGRAMS", CompiledPrograms())

@@ -123,6 +123,7 @@ def test_a_fault_of_some_drawn_cases_is_found_where_it_is(monkeypatch, second):
     assert _shown(found) == _shown(_without(monkeypatch, _wrong_for_eight, examples=60))
 
 
+@pytest.mark.share(4)
 def test_it_says_nothing_but_that_a_run_holds(second):
     case = Case(LINEAR, Plan((1, 3, 2), 2))
     for loop, holds in ((BUILT_IN["plain"], True), (BUGS["mean-of-means"].loop, False)):
@@ -172,6 +173,7 @@ def test_the_loop_runs_on_cases_in_the_order_in_which_they_are_judged(monkeypatc
     assert [digest for digest in run_on if digest in judged] == judged
 
 
+@pytest.mark.share(4)
 @pytest.mark.usefixtures("only_linear")
 def test_a_loop_of_the_suite_runs_in_both_processes_with_the_same_result(monkeypatch, second):
     here: list[str] = []
