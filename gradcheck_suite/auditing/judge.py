@@ -47,6 +47,7 @@ from gradcheck_suite.auditing.sums import (
     MOST_LEFT,
     RULES,
     TAIL,
+    alike_within,
     pass_coefficients,
     weigh_one,
 )
@@ -816,15 +817,17 @@ class AuditJudge:
             factors = [window.divided]  # what is clipping is known, and is no part of the weights
         tasks = self._tasks_of(window)
         read_joined(window.passes, used)
-        scaled = [{source: c * f / scale for source, c in used.items()} for f in factors]
-        readings = [
-            reading_weights.read_terms(window.passes, one, tasks, window.error) for one in scaled
-        ]
+
+        def read(factor: float) -> reading_weights.Reading:
+            scaled = {source: c * factor / scale for source, c in used.items()}
+            return reading_weights.read_terms(window.passes, scaled, tasks, window.error)
+
         return WindowReadings(
             window,
             used,
-            readings,
+            list(map(read, factors)),
             factors[0],
+            read,
         )
 
     def _left_of(self, window: StepWindow) -> float:
@@ -861,7 +864,7 @@ class AuditJudge:
         # what weighs 1 in all is a mean over the window; means of tasks may as well be added up
         return all(
             (
-                np.ptp(each) <= 1e-2 * size(each)
+                np.ptp(each) <= alike_within(one.window) * size(each)
                 and evidence_of(one.window).is_alike
                 and weigh_one(one.window, one.coefficients)
             )

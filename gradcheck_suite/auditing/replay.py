@@ -1115,6 +1115,10 @@ class Replay:
             return
         window.coefficients = kept
         _set_edit(window, factors, common, off)
+        if window.factor != 1.0:
+            # no fit of rounded elements tells a factor better than one of them is rounded
+            rounding = (UNIT_ROUNDOFF[self._dtype(key)] for key in factors)
+            window.factor_error = max(window.factor_error, max(rounding, default=0.0))
         if window.edit == FREE:
             window.factor_of_most = self._factor_of_most(found)
 
@@ -1139,6 +1143,10 @@ class Replay:
             key: states[key].coefficients if one.event in UNEXPLAINED else one.coefficients
             for key, one in found.items()
         }
+        for key, one in found.items():
+            # what a program has written there in place of an earlier step's is not known
+            if one.event == NOT_FINITE and self._is_by_hand_alone(window, key):
+                kept[key] = {}
         edited = {key: one for key, one in found.items() if one.event == EDITED}
         if self._still_stands(edited):
             return kept
@@ -1146,6 +1154,13 @@ class Replay:
         for key in edited:
             kept[key] = {s: c for s, c in kept[key].items() if s[1] >= window.before}
         return kept
+
+    def _is_by_hand_alone(self, window: StepWindow, key: int) -> bool:
+        """Return whether no pass of a window has arrived in a `.grad`, and results of
+        `torch.autograd.grad` may have been put there.
+        """
+        of_window = [s for s in self._states[0][key].coefficients if s[1] in window.passes]
+        return not of_window and any(self._result(0, i, key) is not None for i in window.passes)
 
     def _off(self, factors: Mapping[int, float | None], common: float) -> list[int]:
         """Return the parameters that have another factor than the common one, or none."""

@@ -297,7 +297,7 @@ def _gone(e: E) -> Columns:
     least = max(1e-3, 4 * e.window.error) * values.max()
     there = values[values > least]
     gone = [j for j, value in zip(e.composed, values, strict=True) if value <= least]
-    is_sum = len(there) > 1 and np.ptp(there) <= 1e-2 * there.max()
+    is_sum = len(there) > 1 and np.ptp(there) <= alike_within(e.window) * there.max()
     # what was moved between is of another point, as the first one of two
     last = e.composed[-1]
     return gone if is_sum and not any(e.moved(j, last) for j in gone) else []
@@ -898,6 +898,19 @@ def _between(
 
 
 # What the losses weigh with the coefficients of their passes.
+
+
+def alike_within(window: StepWindow) -> float:
+    """Return by how much coefficients that a program has put together may differ where they are one
+    number.
+
+    In low precision a sum rounds each of its terms.
+    """
+    return max(1e-2, min(window.error, ROUGHLY))
+
+
+ROUGHLY = 5e-2
+"""Difference of coefficients from which on they are a program's own, however badly they are known."""
 
 
 def weigh_one(window: StepWindow, coefficients: Mapping[Source, float]) -> bool:

@@ -493,5 +493,40 @@ for step in range(8):
     if step < 4:
         emb.zero_grad()
 """,
+    "by_hand_diverges": """
+# TRUTH faulty dropped-micro-batch line 10 (the second result is never added; at last nothing is finite)
+import torch
+torch.manual_seed(0)
+net = torch.nn.Linear(4, 3)
+opt = torch.optim.SGD(net.parameters(), lr=1e3)
+for step in range(8):
+    added = [torch.zeros_like(p) for p in net.parameters()]
+    opt.zero_grad()
+    for micro in range(2):
+        loss = net(torch.randn(4, 4)).pow(4).mean() / 2
+        found = torch.autograd.grad(loss, list(net.parameters()))
+        if micro == 0:
+            added = [a + g for a, g in zip(added, found)]
+    for p, a in zip(net.parameters(), added):
+        p.grad = a
+    opt.step()
+""",
+    "by_hand_diverges_sound": """
+# TRUTH sound (both results are added; at last nothing is finite)
+import torch
+torch.manual_seed(0)
+net = torch.nn.Linear(4, 3)
+opt = torch.optim.SGD(net.parameters(), lr=1e3)
+for step in range(8):
+    added = [torch.zeros_like(p) for p in net.parameters()]
+    opt.zero_grad()
+    for micro in range(2):
+        loss = net(torch.randn(4, 4)).pow(4).mean() / 2
+        found = torch.autograd.grad(loss, list(net.parameters()))
+        added = [a + g for a, g in zip(added, found)]
+    for p, a in zip(net.parameters(), added):
+        p.grad = a
+    opt.step()
+""",
 }
 """A script by its name; a name and a line in its truth are those of the verdict."""
