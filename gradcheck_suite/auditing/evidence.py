@@ -144,6 +144,16 @@ class WindowEvidence:
         # for it alone
         return columns_where(self._rest & ~self.seen & (self.in_sum | (not self.seen.any())))
 
+    @property
+    def _passed_over(self) -> Mask:
+        """(columns,), whether another optimizer has stepped on a later pass of the same line, which is
+        in `.grad`, and not on this one: it no longer waits for it.
+        """
+        taken = {self.pass_of(j).site: j for j in columns_where(self.seen & self.in_sum)}
+        sites = [self.pass_of(j).site for j in range(len(self.indices))]
+        is_before = [j < taken.get(site, -1) for j, site in enumerate(sites)]
+        return ~self.seen & np.array(is_before, bool)
+
     @cached_property
     def optional(self) -> Columns:
         """The passes that another optimizer has stepped on, beside own ones."""
@@ -155,7 +165,8 @@ class WindowEvidence:
         rest = self._rest
         if self.own:
             return columns_where(rest & ~self.seen)
-        return columns_where(rest & self.in_sum) or columns_where(rest)
+        is_of_window = self.in_sum | self._passed_over
+        return columns_where(rest & is_of_window) or columns_where(rest)
 
     @cached_property
     def composed(self) -> Columns:

@@ -528,5 +528,64 @@ for step in range(8):
         p.grad = a
     opt.step()
 """,
+    "two_optimizers_reset": """
+# TRUTH faulty reset-inside-window line 13 (both optimizers step on what one reset has left)
+import torch
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
+body = torch.optim.SGD(net[0].parameters(), lr=0.1)
+head = torch.optim.SGD(net[2].parameters(), lr=0.1)
+for step in range(5):
+    for micro in range(3):
+        out = net(torch.randn(4, 4))
+        loss = torch.nn.functional.cross_entropy(out, torch.randint(0, 3, (4,))) / 3
+        loss.backward()
+        if step == 1 and micro == 1:
+            net.zero_grad()
+    body.step()
+    head.step()
+    net.zero_grad()
+""",
+    "two_optimizers_two_points": """
+# TRUTH sound (sharpness-aware: two optimizers share one backward line at two points)
+import torch
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
+body = torch.optim.SGD(net[0].parameters(), lr=0.1)
+head = torch.optim.SGD(net[2].parameters(), lr=0.1)
+def closure(batches):
+    for x, y in batches:
+        (torch.nn.functional.cross_entropy(net(x), y) / 2).backward()
+for step in range(5):
+    batches = [(torch.randn(4, 4), torch.randint(0, 3, (4,))) for micro in range(2)]
+    by = []
+    for sign in (1, -1):
+        closure(batches)
+        by = by or [0.05 * p.grad / p.grad.norm() for p in net.parameters()]
+        for p, d in zip(net.parameters(), by):
+            p.data.add_(d, alpha=sign)
+        if sign == 1:
+            net.zero_grad()
+    body.step()
+    head.step()
+    net.zero_grad()
+""",
+    "two_optimizers_shared_line": """
+# TRUTH sound (a critic and an actor go backward in one helper, and each resets its own)
+import torch
+torch.manual_seed(0)
+shared = torch.nn.Linear(4, 6)
+actor, critic = torch.nn.Linear(6, 3), torch.nn.Linear(6, 1)
+for_critic = torch.optim.SGD([*shared.parameters(), *critic.parameters()], lr=0.1)
+for_actor = torch.optim.SGD([*shared.parameters(), *actor.parameters()], lr=0.1)
+def learn(loss, optimizer):
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+for step in range(6):
+    for micro in range(2):
+        learn(critic(torch.tanh(shared(torch.randn(4, 4)))).square().mean(), for_critic)
+    learn(actor(torch.tanh(shared(torch.randn(4, 4)))).square().mean(), for_actor)
+""",
 }
 """A script by its name; a name and a line in its truth are those of the verdict."""
