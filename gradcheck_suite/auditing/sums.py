@@ -382,6 +382,26 @@ def _is_masked_in_some(e: E) -> Found:
     return Sighting(key=keys[0], keys=some, change=_masks(e))
 
 
+def _is_left_of_last(e: E) -> Found:
+    """Ask whether an edit has set to 0 what the last pass has not reached, and that is no mask of the
+    program's: it is another one in other windows, or its line has left after an earlier pass what it
+    then sets to 0.
+    """
+    left = e.window.left_of_last
+    if not left or e.window.edit != FREE:
+        return None
+    keys = [key for key, one in left.items() if one.varies]
+    change = _masks_after_last(e)
+    if not keys and change is not None:
+        between = _masks(e)
+        is_one_line = between is not None and between.lines == change.lines
+        keys = [key for key, one in left.items() if one.is_written and is_one_line]
+    if not keys:
+        return None
+    some = keys if len(keys) < len(e.keys) else ()
+    return Sighting(key=keys[0], keys=some, change=change)
+
+
 def _is_masked(e: E) -> Found:
     """Ask whether elements of a `.grad` are set to 0 between the passes, and none of them stands there
     after another one.
@@ -862,6 +882,20 @@ def _masks(e: E) -> Change | None:
     )
 
 
+def _masks_after_last(e: E) -> Change | None:
+    """Return where elements of a `.grad` may have been set to 0 after the last pass."""
+    last = e.record(len(e.indices) - 1)
+    step = e.window.step.place
+    lines = lines_between(
+        is_mask,
+        last.place,
+        step,
+        step,
+        same_loop=False,
+    )
+    return Change("edit", lines) if len(lines) == 1 else None
+
+
 def _is_clipping(e: E) -> bool:
     """Return whether clipping is all that may have changed `.grad` between the passes."""
     edits = _edits(e)
@@ -1288,6 +1322,13 @@ _WHOLE = in_order(
         _is_masked_in_some,
         "elements of `.grad` are set to 0 after a backward pass of the window and not after each of"
         " them, so that they lack micro-batches",
+    ),
+    Rule[E](
+        "left of the last",
+        "reset-inside-window",
+        _is_left_of_last,
+        "what the last backward pass of the window has not reached is set to 0 in `.grad`, so that"
+        " these elements lack the micro-batches before it",
     ),
     _clipped("clipped between", _is_clipped_between),
     _changed("edited between", _is_edited_between),

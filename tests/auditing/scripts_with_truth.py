@@ -587,5 +587,64 @@ for step in range(6):
         learn(critic(torch.tanh(shared(torch.randn(4, 4)))).square().mean(), for_critic)
     learn(actor(torch.tanh(shared(torch.randn(4, 4)))).square().mean(), for_actor)
 """,
+    "m_f2": """
+# TRUTH faulty reset-inside-window line 9 (rows not in this micro-batch lose what the first micro-batch gave them)
+import torch
+torch.manual_seed(0)
+emb = torch.nn.Embedding(6, 3)
+opt = torch.optim.SGD(emb.parameters(), lr=0.1)
+for step in range(3):
+    for ids in (torch.tensor([0, 1, 2]), torch.tensor([2, 3, 4])):
+        (emb(ids).square().mean() / 2).backward()
+        emb.weight.grad.mul_(torch.zeros(6, 1).index_fill(0, ids, 1))
+    opt.step()
+    opt.zero_grad()
+""",
+    "last_ids": """
+# TRUTH faulty reset-inside-window line 13 (rows that the last micro-batch lacks are set to 0 after the window)
+import torch
+torch.manual_seed(0)
+emb, head = torch.nn.Embedding(40, 3), torch.nn.Linear(3, 2)
+opt = torch.optim.SGD([*emb.parameters(), *head.parameters()], lr=0.1)
+for step in range(8):
+    for micro in range(3):
+        ids, y = torch.randint(0, 40, (6,)), torch.randint(0, 2, (6,))
+        (torch.nn.functional.cross_entropy(head(emb(ids)), y) / 3).backward()
+    keep = torch.zeros(40, 1)
+    keep[ids] = 1
+    with torch.no_grad():
+        emb.weight.grad *= keep
+    opt.step()
+    opt.zero_grad()
+""",
+    "frozen_ids": """
+# TRUTH sound (frozen rows are by chance what the last micro-batch lacks)
+import torch
+torch.manual_seed(0)
+emb = torch.nn.Embedding(6, 3)
+opt = torch.optim.SGD(emb.parameters(), lr=0.1)
+for step in range(5):
+    for ids in (torch.tensor([0, 1, 2]), torch.tensor([2, 3, 4])):
+        (emb(ids).square().mean() / 2).backward()
+        emb.weight.grad.nan_to_num_()
+    emb.weight.grad[:2] = 0
+    opt.step()
+    opt.zero_grad()
+""",
+    "topk_ids": """
+# TRUTH sound (small gradients of the window are not sent, others each time)
+import torch
+torch.manual_seed(0)
+emb, head = torch.nn.Embedding(40, 3), torch.nn.Linear(3, 2)
+opt = torch.optim.SGD([*emb.parameters(), *head.parameters()], lr=0.1)
+for step in range(8):
+    for micro in range(3):
+        ids, y = torch.randint(0, 40, (6,)), torch.randint(0, 2, (6,))
+        (torch.nn.functional.cross_entropy(head(emb(ids)), y) / 3).backward()
+    for p in (emb.weight, head.weight):
+        p.grad *= p.grad.abs() >= p.grad.abs().flatten().topk(max(1, p.numel() // 8)).values[-1]
+    opt.step()
+    opt.zero_grad()
+""",
 }
 """A script by its name; a name and a line in its truth are those of the verdict."""

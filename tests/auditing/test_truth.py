@@ -106,7 +106,9 @@ def test_a_mask_has_its_line_however_it_is_written(edit, last, verdict, tmp_path
     assert {place.rpartition(":")[2] for place in places} == {"11"}, result
 
 
-@pytest.mark.parametrize("name", ["s3_frozen_rows", "m_s3c", "m_f2b", "f2_rows_reset"])
+@pytest.mark.parametrize(
+    "name", ["s3_frozen_rows", "m_s3c", "m_f2", "m_f2b", "f2_rows_reset", "last_ids", "topk_ids"]
+)
 def test_elements_that_lie_on_a_device_are_compared_there(name, result_of, monkeypatch):
     """As tensors, of which nothing is read before the step."""
 
