@@ -128,10 +128,20 @@ class WindowEvidence:
     @cached_property
     def in_sum(self) -> Mask:
         """(columns,), whether the pass is in `.grad`."""
+        return np.abs(self.mean) > self._least_there
+
+    @property
+    def missing(self) -> Mask:
+        """(rows, columns), whether a pass that has reached the parameter is not in its `.grad`."""
+        gone: Mask = self.reached & ~(np.abs(self.coefficients) > self._least_there)
+        return gone
+
+    @property
+    def _least_there(self) -> float:
+        """The coefficient up to which a pass is not there."""
         # a coefficient that is fitted is never exactly 0, and one that was clipped several times
         # may be as small
-        least = NEGLIGIBLE if self.window.edit == BY_HAND else 0.0
-        return np.abs(self.mean) > least
+        return NEGLIGIBLE if self.window.edit == BY_HAND else 0.0
 
     @cached_property
     def _rest(self) -> Mask:

@@ -48,6 +48,7 @@ from gradcheck_suite.auditing.sums import (
     RULES,
     TAIL,
     alike_within,
+    is_hidden,
     pass_coefficients,
     weigh_one,
 )
@@ -162,6 +163,17 @@ def _on(ranks: Sequence[int], of_ranks: Sequence[AuditJudge], sentence: str) -> 
     return f"on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {sentence}"
 
 
+@dataclass(frozen=True)
+class DoubtfulSum:
+    """A fault of a window's sum, where most of `.grad` is none of what its passes have brought.
+
+    Where no other window of the optimizer tells that its gradients are no sums, it is one.
+    """
+
+    window: StepWindow
+    fault: StepFault
+
+
 # The run.
 
 
@@ -207,6 +219,7 @@ class AuditJudge:
         self._by_hand: set[str] = set()
         self._composed: set[int] = set()
         self._unlike: set[int] = set()
+        self._doubtful: defaultdict[int, list[DoubtfulSum]] = defaultdict(list)
         self._reached: defaultdict[int, set[int]] = defaultdict(set)
         self._moving: defaultdict[str, list[int]] = defaultdict(list)
         self._clipped: set[str] = set()
@@ -743,8 +756,12 @@ class AuditJudge:
         if held.rule.name == ALL_RESET.name and reached - {*window.keys}:
             # an optimizer of the other parameters may step on them yet
             self._emptied[window.optimizer] = window
+            return
+        fault = held.rule.fault(held.seen)
+        if fault.name in LOST and window.fit is not None and is_hidden(window.fit):
+            self._doubtful[window.optimizer].append(DoubtfulSum(window, fault))
         else:
-            self._violate(held.rule.fault(held.seen), window)
+            self._violate(fault, window)
 
     def _forget_alike(self, optimizer: int) -> None:
         """Take back what was read of windows whose gradient looks put together from passes, where
@@ -757,6 +774,8 @@ class AuditJudge:
                 self._pending[optimizer].remove(one)
                 self._skip(one.window, LIKENESS)
         self._weighed.pop(optimizer, None)
+        for doubtful in self._doubtful.pop(optimizer, ()):
+            self._skip(doubtful.window, LIKENESS)
 
     def _judge_emptied(self, optimizer: int, *, seen_all: bool = True) -> None:
         """Judge a window whose gradients were all reset, where its passes reached other optimizers'
@@ -961,6 +980,8 @@ class AuditJudge:
         """
         for optimizer in list(self._emptied):
             self._judge_emptied(optimizer, seen_all=complete)
+        for doubtful in chain.from_iterable(self._doubtful.values()):
+            self._violate(doubtful.fault, doubtful.window)
         for optimizer in list(self._pending):
             self._weigh(optimizer, ended=True)
         self._note_lines()

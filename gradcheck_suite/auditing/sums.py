@@ -37,7 +37,6 @@ from gradcheck_suite.auditing.places import (
 )
 from gradcheck_suite.auditing.replay import (
     EARLIER,
-    NEGLIGIBLE,
     UNKNOWN,
     BackwardPass,
     Fit,
@@ -313,7 +312,7 @@ def _edited(e: E) -> Fit | None:
     return e.window.fit if e.window.edit == FREE else None
 
 
-def _is_hidden(fit: Fit) -> bool:
+def is_hidden(fit: Fit) -> bool:
     """Return whether passes were reset, and most of what is left over is none of theirs."""
     return bool(fit.lost) and fit.left > MOST_LEFT
 
@@ -332,7 +331,7 @@ def _is_of_copies(e: E) -> bool:
 def _is_like_by_chance(e: E) -> bool:
     """Return whether a `.grad` that looks put together from copies may be something else."""
     fit = _edited(e)
-    if fit is None or not _are_copies(e) or not _is_hidden(fit):
+    if fit is None or not _are_copies(e) or not is_hidden(fit):
         return False
     return e.history.unlike or not fit.is_plausible
 
@@ -342,7 +341,7 @@ def _is_covered(e: E) -> bool:
     fit = _edited(e)
     if fit is None or not e.lost or not fit.is_identifiable:
         return False
-    return fit.is_blank or (_is_hidden(fit) and not fit.is_plausible)
+    return fit.is_blank or (is_hidden(fit) and (e.history.unlike or not fit.is_plausible))
 
 
 def _is_too_small(e: E) -> bool:
@@ -668,9 +667,8 @@ def _has_only_last(e: E) -> Found:
 
 def _missing(e: E) -> Sighting:
     """Return in which parameters passes are missing, and what has reset them."""
-    of_lost = e.reached[:, e.lost]
-    missing = of_lost & ~(np.abs(e.coefficients[:, e.lost]) >= NEGLIGIBLE)
-    is_whole = bool((missing == of_lost).all())
+    missing = e.missing[:, e.lost]
+    is_whole = bool((missing == e.reached[:, e.lost]).all())
     hit = [e.keys[int(k)] for k in np.flatnonzero(missing.any(1))]
     return Sighting(keys=() if is_whole else hit, change=where_reset(e, e.lost))
 
@@ -685,13 +683,12 @@ def _first_off(e: E) -> int:
 
 def _is_lost_in_some(e: E) -> Mask:
     """Return (rows, columns), where a pass is missing that is there in other parameters."""
-    missing: Mask = e.off & (np.abs(e.coefficients) < NEGLIGIBLE)
-    return missing
+    return e.off & e.missing
 
 
 def _lost_columns(e: E) -> Columns:
     """Return the required passes that are missing in some parameters."""
-    is_missing = in_any_row(e.reached & (np.abs(e.coefficients) < NEGLIGIBLE))
+    is_missing = in_any_row(e.missing)
     return [j for j in e.required if is_missing[j]]
 
 

@@ -646,5 +646,106 @@ for step in range(8):
     opt.step()
     opt.zero_grad()
 """,
+    "one_row_refilled": """
+# TRUTH faulty changed-batch line 11 (the only row is refilled before its backward, without a module)
+import torch
+torch.manual_seed(0)
+w, b = torch.randn(6, 4).requires_grad_(), torch.zeros(6).requires_grad_()
+v = torch.randn(3, 6).requires_grad_()
+opt = torch.optim.SGD([w, b, v], lr=0.1)
+for step in range(4):
+    for micro in range(2):
+        x, y = torch.randn(1, 4), torch.randint(0, 3, (1,))
+        out = torch.tanh(torch.nn.functional.linear(x, w, b)) @ v.t()
+        loss = torch.nn.functional.cross_entropy(out, y) / 2
+        x.data.normal_()
+        loss.backward()
+    opt.step()
+    opt.zero_grad()
+""",
+    "one_row_refilled_after": """
+# TRUTH sound (the only row is refilled when its backward has ended)
+import torch
+torch.manual_seed(0)
+w, b = torch.randn(6, 4).requires_grad_(), torch.zeros(6).requires_grad_()
+v = torch.randn(3, 6).requires_grad_()
+opt = torch.optim.SGD([w, b, v], lr=0.1)
+for step in range(4):
+    for micro in range(2):
+        x, y = torch.randn(1, 4), torch.randint(0, 3, (1,))
+        out = torch.tanh(torch.nn.functional.linear(x, w, b)) @ v.t()
+        loss = torch.nn.functional.cross_entropy(out, y) / 2
+        loss.backward()
+        x.data.normal_()
+    opt.step()
+    opt.zero_grad()
+""",
+    "keyword_refilled": """
+# TRUTH faulty changed-batch line 17 (a keyword argument is refilled before the backward)
+import torch
+from torch import nn
+torch.manual_seed(0)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 8), nn.Linear(8, 3)
+    def forward(self, *, x):
+        return self.b(torch.tanh(self.a(x)))
+net = Net()
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+x = torch.empty(4, 5)
+for step in range(6):
+    for micro in range(2):
+        x.data.normal_()
+        loss = nn.functional.cross_entropy(net(x=x), torch.randint(0, 3, (4,))) / 2
+        x.data.normal_()
+        loss.backward()
+    opt.step()
+    opt.zero_grad()
+""",
+    "keyword_refilled_after": """
+# TRUTH sound (the memory of a keyword argument is filled again after the backward)
+import torch
+from torch import nn
+torch.manual_seed(0)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 8), nn.Linear(8, 3)
+    def forward(self, *, x):
+        return self.b(torch.tanh(self.a(x)))
+net = Net()
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+x = torch.empty(4, 5)
+for step in range(6):
+    for micro in range(2):
+        x.data.normal_()
+        loss = nn.functional.cross_entropy(net(x=x), torch.randint(0, 3, (4,))) / 2
+        loss.backward()
+    opt.step()
+    opt.zero_grad()
+""",
+    "keyword_written_by_model": """
+# TRUTH sound (the model centres the batch that it is given by keyword, in place)
+import torch
+from torch import nn
+torch.manual_seed(0)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 8), nn.Linear(8, 3)
+    def forward(self, x):
+        x -= x.mean(0)
+        x *= 2
+        return self.b(torch.tanh(self.a(x)))
+net = Net()
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(6):
+    for micro in range(2):
+        loss = nn.functional.cross_entropy(net(x=torch.randn(4, 5)), torch.randint(0, 3, (4,))) / 2
+        loss.backward()
+    opt.step()
+    opt.zero_grad()
+""",
 }
 """A script by its name; a name and a line in its truth are those of the verdict."""

@@ -67,6 +67,14 @@ def test_a_fault_of_rows_that_few_passes_reach_is_found_when_it_begins(name, ste
     assert min(one.step for one in result_of(name).violations) == step
 
 
+@pytest.mark.parametrize("name", ["keyword_refilled_after", "keyword_written_by_model"])
+def test_a_call_with_keywords_is_computed_again_from_what_they_were(name, result_of):
+    result = result_of(name)
+    assert sum(result.again.values()) == 3, result
+    reasons = [one for one in result.named_findings if one.name == "not-recomputed"]
+    assert [one.steps for one in reasons] == [1], result
+
+
 MASKED = """
 import torch
 torch.manual_seed(0)
