@@ -27,8 +27,8 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.nn import functional
 
-from gradcheck_suite.auditing.saved_values import RAW, Written, saved_tensors
-from gradcheck_suite.auditing.terms import CALL, is_leaf, kind
+from gradcheck_suite.auditing.saved_values import Written, saved_tensors
+from gradcheck_suite.auditing.terms import CALL, RAW, is_leaf, kind
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF
 
 MOST_ELEMENTS = 1 << 22
