@@ -224,6 +224,9 @@ def _named(saved: Saved, noted: Noted) -> Written | None:
             return Written("changed-batch", f"buffer {name} was written {reads}")
     if where in noted.inputs:
         return None
+    leaves = (node.variable for node in nodes_from([saved.node]) if is_leaf(node))
+    if any(_memory(leaf) == where for leaf in leaves):
+        return Written("stale-parameters", f"a parameter outside of {of} was written {reads}")
     return Written(
         "changed-batch", f"a tensor that {of} was given or has computed was written {reads}"
     )
