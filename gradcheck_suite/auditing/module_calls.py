@@ -51,6 +51,7 @@ from gradcheck_suite.auditing.samples import (
     sample,
 )
 from gradcheck_suite.auditing.saved_values import note_call
+from gradcheck_suite.auditing.shared_parameters import can_be_shared, put_back, shared
 from gradcheck_suite.auditing.terms import elements, factors_below, is_leaf, live, mark_call
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF, dtype_name
 from gradcheck_suite.run.functions import ancestors, is_of_program, kinds_of
@@ -1062,6 +1063,7 @@ def replay(
         stack.enter_context(hooks)
         made = _Replacements.of(forward, arguments, how)
         stack.enter_context(_replaced(module, made.tensors))
+        stack.enter_context(put_back(made.given))
         stack.enter_context(_eagerly())
         seen = Checkpoints()
         if has_room(module):
@@ -1165,12 +1167,14 @@ class _Replacements:
         leaves: what stands in place of each.
         tensors: the id of a parameter or of a buffer -> what stands in its place.
         arguments: of the call, flat.
+        given: parameters whose memory the leaves have.
     """
 
     real: Sequence[torch.Tensor]
     leaves: list[torch.Tensor]
     tensors: dict[int, torch.Tensor]
     arguments: list[Any]
+    given: list[torch.Tensor]
 
     @staticmethod
     def of(forward: ModuleCall, arguments: list[Any], how: ReplayOptions) -> _Replacements:
@@ -1181,12 +1185,18 @@ class _Replacements:
         unit = forward.autocast[1] if forward.autocast[2] else None
         parameters = list(zip(module.parameters(), forward.trained, strict=True))
         real = [p for p, trained in parameters if trained]
-        leaves = [
-            _of_class(
-                p, _nudged(kept.get(id(p), p).detach().clone(), generator, unit)
-            ).requires_grad_()
-            for p in real
-        ]
+        # what is written to copies of its own is put back with these
+        may_share = how.seed is None and not how.as_it_was_at_backward
+        leaves = list[torch.Tensor]()
+        given = list[torch.Tensor]()
+        for p in real:
+            own = kept.get(id(p), p)
+            if may_share and can_be_shared(own):
+                given.append(own)
+                leaves.append(shared(own))
+            else:
+                copy = _nudged(own.detach().clone(), generator, unit)
+                leaves.append(_of_class(p, copy).requires_grad_())
         # what has been unfrozen since the call was a constant in it
         constants = [
             *module.buffers(),
@@ -1201,6 +1211,7 @@ class _Replacements:
             leaves,
             tensors,
             values,
+            given,
         )
 
     def write(self, at_backward: Sequence[AtBackward]) -> None:
