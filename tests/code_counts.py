@@ -205,7 +205,7 @@ LIMITS: dict[str, float] = {
     **GOALS,
     # what the audit measures of evidence, custom functions and JAX scripts came to 34,000 more, and
     # edited gradients, shared passes and programs that are checked together to 3,000
-    TOKENS: 545_000,
+    TOKENS: 552_000,
     OVER_25: 0,
     OVER_15: 10.5,
     LARGE_CLASSES: 6,
