@@ -19,6 +19,7 @@ def programs(*, faulty: bool | None = None) -> st.SearchStrategy[Program]:
     return randoms.map(lambda random: program_of(random, faulty=faulty))
 
 
+@pytest.mark.share(4)
 @settings(scaled(3))
 @given(programs())
 def test_a_sound_program_is_not_blamed_and_the_fault_of_a_faulty_one_is_named(program):

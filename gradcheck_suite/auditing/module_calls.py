@@ -38,6 +38,7 @@ from gradcheck_suite.auditing.program_state import (
     NotRecomputed,
     ProgramState,
     RandomState,
+    states_of_devices,
     unchanged,
 )
 from gradcheck_suite.auditing.repeated_calls import RepeatedCalls
@@ -52,6 +53,7 @@ from gradcheck_suite.auditing.samples import (
     sample,
 )
 from gradcheck_suite.auditing.saved_values import note_call
+from gradcheck_suite.auditing.shared_parameters import can_be_shared, put_back, shared
 from gradcheck_suite.auditing.terms import elements, factors_below, is_leaf, live, mark_call
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF, dtype_name
 from gradcheck_suite.run.functions import ancestors, is_of_program, kinds_of
@@ -796,6 +798,10 @@ class ReplayOptions:
     packed: bool = False
 
 
+ReceiveGradient = Callable[[int, torch.Tensor], None]
+"""Takes the id of a parameter and its gradient."""
+
+
 @dataclass
 class ReplayResult:
     """What calls gave when they were computed again.
@@ -985,8 +991,10 @@ def _is_in_program() -> bool:
 
 
 def _generators() -> bytes:
-    now = RandomState.now()
-    return b"".join(bytes(each.numpy()) for each in (now.cpu, *now.devices))
+    """Return the states of torch's generators."""
+    # at each call of a module: those of numpy and of Python take ten times as long to read
+    states = [torch.get_rng_state(), *states_of_devices()]
+    return b"".join(each.numpy().tobytes() for each in states)
 
 
 @contextlib.contextmanager
@@ -1057,6 +1065,7 @@ def replay(
     arguments: list[Any],
     cotangents: dict[int, torch.Tensor],
     how: ReplayOptions,
+    receive: ReceiveGradient | None = None,
 ) -> ReplayResult:
     """Compute a call again, and the gradients of the parameters.
 
@@ -1065,6 +1074,8 @@ def replay(
         arguments: flat arguments in place of the recorded ones.
         cotangents: index of an output -> its gradient.
         how: how.
+        receive: called with the gradient of each parameter as soon as it is known, which is let go
+            of then. Without it all of them are in the result.
 
     Raises:
         Exception: whatever the user's module raises.
@@ -1089,6 +1100,7 @@ def replay(
         stack.enter_context(hooks)
         made = _Replacements.of(forward, arguments, how)
         stack.enter_context(_replaced(module, made.tensors))
+        stack.enter_context(put_back(made.given))
         stack.enter_context(_eagerly())
         seen = Checkpoints()
         if has_room(module):
@@ -1119,7 +1131,7 @@ def replay(
             return result
         if how.as_it_was_at_backward:
             made.write(forward.at_backward)
-        _differentiate(result, outputs, cotangents, made, how)
+        _differentiate(result, outputs, cotangents, made, how, receive)
     return result
 
 
@@ -1194,12 +1206,14 @@ class _Replacements:
         leaves: what stands in place of each.
         tensors: the id of a parameter or of a buffer -> what stands in its place.
         arguments: of the call, flat.
+        given: parameters whose memory the leaves have.
     """
 
     real: Sequence[torch.Tensor]
     leaves: list[torch.Tensor]
     tensors: dict[int, torch.Tensor]
     arguments: list[Any]
+    given: list[torch.Tensor]
 
     @staticmethod
     def of(forward: ModuleCall, arguments: list[Any], how: ReplayOptions) -> _Replacements:
@@ -1210,12 +1224,18 @@ class _Replacements:
         unit = forward.autocast[1] if forward.autocast[2] else None
         parameters = list(zip(module.parameters(), forward.trained, strict=True))
         real = [p for p, trained in parameters if trained]
-        leaves = [
-            _of_class(
-                p, _nudged(kept.get(id(p), p).detach().clone(), generator, unit)
-            ).requires_grad_()
-            for p in real
-        ]
+        # what is written to copies of its own is put back with these
+        may_share = how.seed is None and not how.as_it_was_at_backward
+        leaves = list[torch.Tensor]()
+        given = list[torch.Tensor]()
+        for p in real:
+            own = kept.get(id(p), p)
+            if may_share and can_be_shared(own):
+                given.append(own)
+                leaves.append(shared(own))
+            else:
+                copy = _nudged(own.detach().clone(), generator, unit)
+                leaves.append(_of_class(p, copy).requires_grad_())
         # what has been unfrozen since the call was a constant in it
         constants = [
             *module.buffers(),
@@ -1230,6 +1250,7 @@ class _Replacements:
             leaves,
             tensors,
             values,
+            given,
         )
 
     def write(self, at_backward: Sequence[AtBackward]) -> None:
@@ -1244,16 +1265,65 @@ class _Replacements:
                     value.data.copy_(other)
 
 
+class _Arrivals:
+    """Hands gradients over as soon as they are known.
+
+    Args:
+        receive: called with the id of each parameter and its gradient.
+        scale: by which what goes backward is multiplied.
+    """
+
+    def __init__(self, receive: ReceiveGradient, scale: float) -> None:
+        self._receive = receive
+        self._scale = scale
+        self._tasks = set[int]()
+        self._arrived = set[int]()
+
+    def watch(
+        self,
+        outputs: Iterable[torch.Tensor],
+        keys: Iterable[int],
+        leaves: Iterable[torch.Tensor],
+    ) -> None:
+        """Watch a backward from outputs: what the forward has set on leaves comes before."""
+        for output in outputs:
+            output.register_hook(self._begin)
+        for key, leaf in zip(keys, leaves, strict=True):
+            leaf.register_hook(functools.partial(self._arrive, key))
+
+    def _begin(self, _: torch.Tensor) -> None:
+        self._tasks.add(torch._C._current_graph_task_id())
+
+    def _arrive(self, key: int, arrived: torch.Tensor) -> torch.Tensor | None:
+        # a backward inside of this one adds to `.grad`, which is no part of what is asked
+        if torch._C._current_graph_task_id() not in self._tasks:
+            return None
+        if arrived.layout != torch.strided or type(arrived) not in OWN:
+            return None
+        self.take(key, arrived)
+        # autograd would keep all gradients until the last one is there: this one has no memory
+        return arrived.new_zeros(()).expand(arrived.shape)
+
+    def take(self, key: int, arrived: torch.Tensor | None) -> None:
+        """Hand over a gradient, once."""
+        if arrived is not None and key not in self._arrived:
+            self._arrived.add(key)
+            # a product, since rows that are compressed cannot be divided; the scale is a power of
+            # two
+            self._receive(key, arrived * (1 / self._scale) if self._scale != 1 else arrived)
+
+
 def _differentiate(
     result: ReplayResult,
     outputs: Sequence[torch.Tensor],
     cotangents: Mapping[int, torch.Tensor],
     made: _Replacements,
     how: ReplayOptions,
+    receive: ReceiveGradient | None,
 ) -> None:
     """Compute the gradients of a call's parameters from those of its outputs."""
 
-    def receive(index: int, given: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
+    def note_inside(index: int, given: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
         result.inside[index] = arrived
         return given
 
@@ -1264,16 +1334,19 @@ def _differentiate(
         scaled = [torch.zeros_like(given) for given in scaled]
     if how.received:
         for index, given in zip(cotangents, scaled, strict=True):
-            outputs[index].register_hook(functools.partial(receive, index, given))
+            outputs[index].register_hook(functools.partial(note_inside, index, given))
         scaled = [torch.zeros_like(given) for given in scaled]
+    keys = [id(p) for p in made.real]
+    arrivals = _Arrivals(receive or result.gradients.__setitem__, how.scale)
+    if receive is not None:
+        arrivals.watch(found, keys, made.leaves)
     gradients = torch.autograd.grad(
         found,
         made.leaves,
         scaled,
         allow_unused=True,
     )
-    # a product, since rows that are compressed cannot be divided; the scale is a power of two
-    both = zip(made.real, gradients, strict=True)
-    result.gradients = {id(p): g * (1 / how.scale) for p, g in both if g is not None}
+    for key, gradient in zip(keys, gradients, strict=True):
+        arrivals.take(key, gradient)
     # other than torch's own
     result.functions = frozenset(filter(is_of_program, kinds_of(outputs)))

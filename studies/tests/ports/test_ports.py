@@ -25,7 +25,16 @@ from studies.ports.zoo import ARCHITECTURES
 
 PAIRS = {label(*pair): pair for pair in variants(ARCHITECTURES.values())}
 SAMPLE = ["swiglu/gelu", "vae/softplus"]
-FORMS = [name for name, (one, variant) in PAIRS.items() if variant not in one.faults]
+WITHIN = {
+    "accepted-gelu/plain": 2e-3,  # the tanh form of gelu, which the pair accepts
+    "moving-average/float32": 2.0**-20,  # an average that is kept in float32
+}
+"""How far the outputs of sound forms may differ, where these do not compute the same in float64."""
+OF_TIES = "chosen/plain"
+"""The form that chooses among equal elements, where torch and JAX take others."""
+FORMS = [
+    name for name, (one, variant) in PAIRS.items() if variant not in one.faults and name != OF_TIES
+]
 
 
 def test_every_row_of_the_table_is_planted_by_its_function_and_named_by_causes():
@@ -88,6 +97,7 @@ def test_a_missing_bias_that_starts_at_zero_passes_every_tolerance():
         assert (row.passes, row.faults, row.blamed, row.sound) == (1, 2, 0, 1)
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_fault_is_found_and_an_equal_form_holds(name):
     result = run(*PAIRS[name])
@@ -98,7 +108,7 @@ def test_a_fault_is_found_and_an_equal_form_holds(name):
 @pytest.mark.parametrize("name", FORMS)
 def test_an_equal_form_is_equal(name):
     """By a comparison that shares nothing with the judge."""
-    assert largest_difference(*PAIRS[name], "float64") < 1e-10
+    assert largest_difference(*PAIRS[name], "float64") < WITHIN.get(name, 1e-10)
 
 
 @pytest.mark.full
