@@ -21,6 +21,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module as module_hooks
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
@@ -252,6 +253,7 @@ class ModuleCall:
         own_outputs: references to the outputs, of which the program may have hooked some.
         has_hooked_output: whether it had when the gradient came back.
         passed: index of an output -> the gradient that hooks of the program's on it have let pass.
+        packing: the hooks of the program on saved tensors that were on, which pack and unpack.
     """
 
     module: torch.nn.Module
@@ -278,6 +280,7 @@ class ModuleCall:
     own_outputs: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     has_hooked_output: bool = False
     passed: dict[int, torch.Tensor] = field(default_factory=dict)
+    packing: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 
     @property
     def changed(self) -> bool:
@@ -529,6 +532,7 @@ class ModuleCalls:
             on=self._modes,
             refusal=LAZY if any(map(is_lazy, parameters)) else "",
             steps=self._steps(),
+            packing=torch._C._autograd._top_saved_tensors_default_hooks(False),
         )
         # what a call writes to where no version tells shows as other outputs, as a state does
         copied = bool(self.keeps & {INPUTS, STATE})
@@ -778,6 +782,7 @@ class ReplayOptions:
         as_it_was_at_backward: whether what the program has written to parameters and arguments
             between a call and its backward is written here, too.
         unhooked: whether the hooks that the forward sets on tensors are left out.
+        packed: whether the program's hooks pack and unpack what is saved.
     """
 
     hooks: bool = False
@@ -790,6 +795,7 @@ class ReplayOptions:
     own_parameters: bool = False
     as_it_was_at_backward: bool = False
     unhooked: bool = False
+    packed: bool = False
 
 
 ReceiveGradient = Callable[[int, torch.Tensor], None]
@@ -1106,6 +1112,8 @@ def replay(
         for each, training in zip(module.modules(), forward.modes, strict=True):
             each.training = training
         hooked = list[str]()
+        if how.packed and forward.packing is not None:
+            stack.enter_context(saved_tensors_hooks(*forward.packing))
         with (
             torch.autocast(device, dtype=dtype, enabled=enabled),
             _watched_hooks(hooked, unhooked=how.unhooked),

@@ -1473,6 +1473,8 @@ def _judge_backward(
             return
         if _judge_stolen(asked, parts, exact, result):
             return
+        if _is_that_of_packed(asked, parts, exact, result):
+            return
         _refuse_difference(asked, parts, replayed, without)
     scaled, eightfold, _ = _computed(asked, parts, ReplayOptions(hooks=True))
     names = ", ".join(hooked[:3])
@@ -1529,6 +1531,28 @@ def _judge_output_hooks(
         " size"
     )
     result.notes.append(finding("hook-factor", said))
+    return True
+
+
+def _is_that_of_packed(
+    asked: RecomputeRequest,
+    parts: Sequence[RecordedCall],
+    difference: GradDifference,
+    result: RecomputeResult,
+) -> bool:
+    """Ask whether the gradient is that of what hooks of the program unpack, in place of what was
+    saved: they may have packed it into fewer bits.
+    """
+    if all(part.forward.packing is None for part in parts):
+        return False
+    packed = ReplayOptions(hooks=True, scale=1.0, packed=True)
+    if _computed(asked, parts, packed)[0].worst is not None:
+        return False
+    said = (
+        "what the program's hooks on saved tensors unpack is not what they have packed, and changes"
+        f" the gradient by {difference.error:.2g} of its size"
+    )
+    result.notes.append(finding("packed-tensors", said))
     return True
 
 

@@ -970,10 +970,11 @@ class Replay:
     ) -> Mapping[int, int]:
         """Return the parameters whose `.grad` is what has arrived at another one in all passes.
 
-        Several must have exchanged theirs: a single one may be like another by itself.
+        Several have exchanged theirs, or some have a copy: a multiple of another one's may be the
+        program's own.
         """
         edited = {key: one.now for key, one in found.items() if one.event == EDITED}
-        sums = self._arrived_in_all(passes, edited)
+        sums = self._arrived_in_all(passes, found if edited else ())
         of = dict[int, int]()
         for key, now in edited.items():
             alike = [
@@ -984,7 +985,19 @@ class Replay:
             ]
             if len(alike) == 1 and alike[0] != key:
                 of[key] = alike[0]
-        return of if len(of) > 1 and len({*of.values()}) == len(of) else {}
+        if len(of) > 1 and len({*of.values()}) == len(of):
+            return of
+        return {
+            key: other
+            for key, other in of.items()
+            if other in found
+            and other not in edited
+            and near(
+                factor(edited[key], sums[other], 10 * self.tolerance(key)) or 0.0,
+                1.0,
+                self.tolerance(key),
+            )
+        }
 
     def _of_parameters(self, step: StepRecord) -> StepRecord:
         """Return a step on copies as one on the parameters that they stand for."""

@@ -245,9 +245,20 @@ def _is_scaled_unequally(e: E) -> Found:
 
 
 def _is_misplaced(e: E) -> Found:
-    """Ask whether parameters have the gradients of others."""
+    """Ask whether parameters have exchanged their gradients."""
     keys = [*e.window.misplaced]
-    return Sighting(key=keys[0], keys=keys) if keys else None
+    return Sighting(key=keys[0], keys=keys) if _are_exchanged(e) else None
+
+
+def _is_copied(e: E) -> Found:
+    """Ask whether parameters have a copy of another one's gradient, which this one has, too."""
+    keys = [*e.window.misplaced]
+    return Sighting(key=keys[0], keys=keys) if keys and not _are_exchanged(e) else None
+
+
+def _are_exchanged(e: E) -> bool:
+    of = e.window.misplaced
+    return len(of) > 1 and len({*of.values()}) == len(of)
 
 
 def _is_rescaled_by_program(e: E) -> Found:
@@ -1310,6 +1321,13 @@ _WHOLE = in_order(
         _is_misplaced,
         "parameters have exchanged their gradients: what arrived at each of them in the backward"
         " passes is in the `.grad` of another one",
+    ),
+    Rule[E](
+        "copied",
+        "misplaced-gradient",
+        _is_copied,
+        "`.grad` is what arrived at another parameter in the backward passes, and has nothing of its"
+        " own",
     ),
     _rescaled("rescaled by the program", _is_rescaled_by_program),
     Rule[E]("fitted", "composed-gradient", _is_fitted, is_silent=True),

@@ -43,6 +43,10 @@ DECLARE = (
     "declare it with `loss = gradcheck_suite.objective(loss, count=n)`, n being what its mean"
     " divides by"
 )
+OF_GIVEN = (
+    "see that the forward which the given gradient was computed from had the same parameters and"
+    " random numbers as this one; `--without weights` judges the rest alone"
+)
 
 
 @dataclass(frozen=True)
@@ -446,7 +450,7 @@ def _note_unknown(
     for record in records.values():
         for term in record.terms:
             if term.opaque:
-                remedy = DECLARE if term.expression[0] != "given" else ""
+                remedy = OF_GIVEN if term.expression[0] == "given" else DECLARE
                 place = str(record.place)
                 one_loss = Unknown(
                     "weights",

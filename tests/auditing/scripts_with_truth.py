@@ -747,5 +747,92 @@ for step in range(6):
     opt.step()
     opt.zero_grad()
 """,
+    "checkpoint_last_weight": """
+# TRUTH faulty stale-parameters line 10 (weights that a checkpoint reads again are written before that)
+import torch
+from torch.utils.checkpoint import checkpoint
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+def block(x):
+    return net[2](net[1](net[0](x)))
+for step in range(4):
+    out = checkpoint(block, torch.randn(4, 4), use_reentrant=False)
+    loss = torch.nn.functional.cross_entropy(out, torch.randint(0, 3, (4,)))
+    net[2].weight.data.mul_(1.3)
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+""",
+    "checkpoint_last_bias": """
+# TRUTH sound (the bias that is written before the backward is read by none)
+import torch
+from torch.utils.checkpoint import checkpoint
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+def block(x):
+    return net[2](net[1](net[0](x)))
+for step in range(4):
+    out = checkpoint(block, torch.randn(4, 4), use_reentrant=False)
+    loss = torch.nn.functional.cross_entropy(out, torch.randint(0, 3, (4,)))
+    net[2].bias.data.mul_(1.3)
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+""",
+    "copied_by_hand": """
+# TRUTH faulty misplaced-gradient line 11 (the second matrix is given the gradient of the first one by hand)
+import torch
+from torch import nn
+F = nn.functional
+torch.manual_seed(3)
+
+net = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 6, bias=False))
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(6):
+    x, y = torch.randn(8, 6), torch.randn(8, 6)
+    loss = F.mse_loss(net(x), y)
+    grads = torch.autograd.grad(loss, [*net.parameters()])
+    for p, g in zip(net.parameters(), (grads[0], grads[0])):
+        p.grad = g.clone()
+    opt.step()
+    opt.zero_grad()
+""",
+    "twins_alike": """
+# TRUTH sound (two twins that begin alike and see the same: their gradients are equal by themselves)
+import torch
+from torch import nn
+F = nn.functional
+torch.manual_seed(3)
+a, b = nn.Linear(6, 6), nn.Linear(6, 6)
+b.load_state_dict(a.state_dict())
+opt = torch.optim.SGD([*a.parameters(), *b.parameters()], lr=0.1)
+for step in range(6):
+    x, y = torch.randn(8, 6), torch.randn(8, 6)
+    opt.zero_grad()
+    F.mse_loss(a(x) + b(x), y).backward()
+    b.weight.grad = a.weight.grad.clone()
+    nn.utils.clip_grad_value_(b.parameters(), 0.01)
+    opt.step()
+""",
+    "tied_by_hand": """
+# TRUTH sound (tied by hand: both matrices get the sum of their gradients)
+import torch
+from torch import nn
+F = nn.functional
+torch.manual_seed(3)
+a, b = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+b.load_state_dict(a.state_dict())
+opt = torch.optim.SGD([*a.parameters(), *b.parameters()], lr=0.1)
+for step in range(6):
+    x, y = torch.randn(8, 6), torch.randn(8, 6)
+    opt.zero_grad()
+    F.mse_loss(b(torch.tanh(a(x))), y).backward()
+    both = a.weight.grad + b.weight.grad
+    a.weight.grad = both.clone()
+    b.weight.grad = both.clone()
+    opt.step()
+""",
 }
 """A script by its name; a name and a line in its truth are those of the verdict."""

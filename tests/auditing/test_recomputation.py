@@ -5,6 +5,7 @@ it sees.
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -672,3 +673,41 @@ def test_parameters_that_are_put_back_before_the_step_are_kept_for_the_next_wind
     # a hook that multiplies is the program's decision, and is seen by the second computation alone
     names = {one.name for one in result.named_findings}
     assert ("module-hook" in names) is hooked, result
+
+
+PACKED = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+def pack(tensor):
+    step = tensor.abs().amax().clamp(min=1e-9) / 7
+    return {packed}
+def unpack(found):
+    return found[0] * found[1]
+for step in range(4):
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        loss = (net(torch.randn(6, 4)) - 1).square().mean()
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("packed", "is_lossy"),
+    [("((tensor / step).round().to(torch.int8), step)", True), ("(tensor.clone(), 1.0)", False)],
+)
+def test_what_hooks_on_saved_tensors_lose_is_measured(packed, is_lossy, tmp_path):
+    path = tmp_path / "packed.py"
+    path.write_text(PACKED.format(packed=packed))
+    result, _ = audited(path)
+    assert result.verdict == "holds", result
+    assert sum(result.again.values()) >= 3, result
+    names = {one.name for one in result.named_findings}
+    assert names == ({"packed-tensors"} if is_lossy else set()), result
+    failing, _ = audited(path, fail_on=["packed-tensors"])
+    expected = pytest.raises(gradcheck_suite.ViolationFound) if is_lossy else nullcontext()
+    with expected:
+        failing.raise_for_violation()
