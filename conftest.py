@@ -178,7 +178,7 @@ def _draws_for_planted_faults(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 OF_COMMIT = "GRADCHECK_SUITE_TESTS_OF_COMMIT"
-PARTS = 400
+PARTS = 1600
 """Of the tests marked `full` each commit runs this part by default, another one than the next commit."""
 
 
@@ -198,7 +198,9 @@ def _commit(root: Path) -> int:
 
 def _beyond_their_share(items: list[pytest.Item], commit: int) -> list[pytest.Item]:
     """Return the cases of tests marked `share(n)` that do not run by default: all but every n-th,
-    from the first, the second or another on by the commit.
+    from the first, the second or another on by the commit and the test's name.
+
+    By its name, so that tests of one case do not all run at the same commit.
     """
     seen: dict[str, int] = {}
     beyond = []
@@ -209,7 +211,7 @@ def _beyond_their_share(items: list[pytest.Item], commit: int) -> list[pytest.It
         test = item.nodeid.partition("[")[0]
         number = seen.get(test, 0)
         seen[test] = number + 1
-        if (number + commit) % marker.args[0]:
+        if (number + zlib.crc32(test.encode()) + commit) % marker.args[0]:
             beyond.append(item)
     return beyond
 

@@ -27,6 +27,7 @@ def run(machine: Callable[[], GradStates] = GradStates, **options: Any) -> None:
     run_state_machine_as_test(machine, settings=settings(**only | options))
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("device", DEVICES)
 def test_gradients_are_what_the_model_says_after_anything(device):
     if device == "cuda" and not torch.cuda.is_available():

@@ -7,6 +7,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
@@ -32,6 +33,7 @@ SCRIPTS = st.builds(
 )
 
 
+@pytest.mark.share(4)
 @scaled(3)
 @given(script=SCRIPTS)
 def test_no_instrument_fails_and_no_mode_sees_the_audit(script):

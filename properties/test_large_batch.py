@@ -50,6 +50,7 @@ def _note(case: Case) -> None:
 
 
 # all loops share the cases, so that the references of a case are computed once
+@pytest.mark.share(4)
 @pytest.mark.parametrize("device", DEVICES)
 @scaled(2)
 @given(case=cases())

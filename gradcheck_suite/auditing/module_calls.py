@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import io
 import warnings
 import weakref
@@ -136,14 +137,13 @@ class AtBackward:
 
 @dataclass(frozen=True)
 class Given:
-    """The positional arguments of a call as it begins: the call may write to them.
-
-    torch hands no keyword arguments to a hook that runs before the calls of all modules.
+    """The arguments of a call as it begins: the call may write to them.
 
     Attributes:
-        values: flat.
+        values: flat, the positional ones and those by keyword.
         structure: how they are put together.
-        copies: of the tensors among `values`, where what calls are given is kept; else empty.
+        is_copied: whether what calls are given is kept.
+        copies: of the tensors among `values`, where it is; else empty.
         versions: of each of `values`.
         needs_gradient: whether each required a gradient.
         below: the autograd node of each that did.
@@ -151,23 +151,55 @@ class Given:
 
     values: list[Any]
     structure: Any
+    is_copied: bool
     copies: list[Any]
     versions: list[int]
     needs_gradient: list[bool]
     below: list[Any]
 
     @staticmethod
-    def of(arguments: tuple[Any, ...], *, copied: bool) -> Given:
+    def of(arguments: tuple[Any, ...], keywords: Mapping[str, Any], *, copied: bool) -> Given:
         """Note how arguments are now."""
-        values, structure = pytree.tree_flatten(arguments)
+        values, structure = pytree.tree_flatten((arguments, dict(keywords)))
         return Given(
             values,
             structure,
+            copied,
             copies=_detached(values, copy=True) if copied else [],
             versions=[_version_of(value) for value in values],
             needs_gradient=[_needs_gradient(value) for value in values],
             below=_nodes_of(values),
         )
+
+    def with_keywords(self, keywords: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Return the positional arguments, and those by keyword with others that are known now.
+
+        A hook of the program's may have put others in place of them, and does so again.
+        """
+        positional, known = pytree.tree_unflatten(self.values, self.structure)
+        late = {name: value for name, value in keywords.items() if name not in known}
+        return positional, {**known, **late}
+
+
+def _keywords_of(module: torch.nn.Module) -> Mapping[str, Any]:
+    """Return what a module is given by keyword, in a hook that runs before its call; empty where that
+    is not known.
+
+    torch hands keyword arguments to no hook that runs before the calls of all modules: they are
+    variables of the function that calls it (`Module._call_impl`; no issue known).
+    """
+    frame = inspect.currentframe()
+    for _ in range(FRAMES_OF_HOOK):
+        frame = None if frame is None else frame.f_back
+        if frame is not None and frame.f_code.co_filename == module_hooks.__file__:
+            own = frame.f_locals
+            found = own.get("kwargs")
+            return found if own.get("self") is module and isinstance(found, dict) else {}
+    return {}
+
+
+FRAMES_OF_HOOK = 6
+"""Functions of the suite between a hook on a module and whoever asks."""
 
 
 def _version_of(value: Any) -> int:
@@ -500,7 +532,7 @@ class ModuleCalls:
         )
         # what a call writes to where no version tells shows as other outputs, as a state does
         copied = bool(self.keeps & {INPUTS, STATE})
-        self._begun = Given.of(arguments, copied=copied), made
+        self._begun = Given.of(arguments, _keywords_of(module), copied=copied), made
 
     def _kept_of(self, module: torch.nn.Module) -> CallInputs:
         """Keep of a call what is asked for; calls at the same parameters share the copies of these."""
@@ -616,11 +648,10 @@ class ModuleCalls:
         keywords: dict[str, Any],
         output: Any,
     ) -> None:
-        positional = pytree.tree_unflatten(given.values, given.structure)
-        values, structure = pytree.tree_flatten((positional, keywords))
+        values, structure = pytree.tree_flatten(given.with_keywords(keywords))
         others = values[len(given.values) :]
         own = _detached(values, copy=False)
-        kept = [*given.copies, *_detached(others, copy=True)] if given.copies else own
+        kept = [*given.copies, *_detached(others, copy=True)] if given.is_copied else own
         now = [_version_of(value) for value in given.values]
         writes = [one != then for one, then in zip(now, given.versions, strict=True)]
         forward = made(

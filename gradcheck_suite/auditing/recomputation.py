@@ -1254,21 +1254,7 @@ def _explain_lost(
         )
     if refilled := [forward for forward in forwards if forward.is_refilled]:
         raise _input_changed(refilled)
-    moved = [
-        forward
-        for forward in forwards
-        if not forward.kept.parameters and forward.point != point_of(forward.module.parameters())
-    ]
-    if any(forward.was_moved for forward in moved):
-        raise NotKept(
-            PARAMETERS,
-            "parameters were written between a call of the model and its backward",
-            may_be_wrong=True,
-        )
-    if moved:
-        raise NotRecomputed(
-            "parameters were written between the window's backward passes and the step"
-        )
+    _expect_known_parameters(forwards, differs=False)
     _expect_reproducible(parts, replayed)
     if not all(forward.kept.state for forward in forwards):
         raise NotKept(
@@ -1282,6 +1268,35 @@ def _explain_lost(
         " their size; its inputs, its parameters, its buffers, what its code reaches in Python and"
         " the random numbers are those of the call, and two more calls give the same as each other"
     )
+
+
+def _expect_known_parameters(forwards: Sequence[ModuleCall], *, differs: bool) -> None:
+    """Refuse calls whose parameters are others now, and were not kept.
+
+    Args:
+        forwards: the calls.
+        differs: whether the gradient differs, where the outputs do not.
+
+    Raises:
+        NotKept: there are some.
+    """
+    moved = [
+        forward
+        for forward in forwards
+        if not forward.kept.parameters and forward.point != point_of(forward.module.parameters())
+    ]
+    if any(forward.was_moved for forward in moved):
+        raise NotKept(
+            PARAMETERS,
+            "parameters were written between a call of the model and its backward",
+            may_be_wrong=True,
+        )
+    if moved:
+        raise NotKept(
+            PARAMETERS,
+            "parameters were written between the window's backward passes and the step",
+            may_be_wrong=differs,
+        )
 
 
 def _expect_reproducible(parts: Sequence[RecordedCall], replayed: Sequence[ReplayResult]) -> None:
@@ -1582,6 +1597,7 @@ def _refuse_difference(
             f"{by}; the script has set a hook on an output of the model (`Tensor.register_hook`),"
             " which may change the gradient that passes it: it was not computed again"
         )
+    _expect_known_parameters([part.forward for part in parts], differs=True)
     _expect_reproducible(parts, replayed)
     twice = [by_micro_batch(parts, ReplayOptions(hooks=True, scale=1.0))[0] for _ in range(2)]
     between = compare_grad(twice[0].gradients, twice[1], 1.0, lambda seed: twice[1])

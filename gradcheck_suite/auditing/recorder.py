@@ -718,7 +718,16 @@ class Recorder:
     def _note_written(self, running: ActivePass, roots: Sequence[Any]) -> None:
         # without it a difference is told with fewer words, and is told
         with self._beside_the_judgement(WRITES):
-            running.written = _written(roots, running.record.place.line)
+            running.written = _written(roots, running.record.place.line, self._unmoved)
+
+    def _unmoved(self) -> set[int]:
+        """Return the ids of the parameters that nobody has written to since the last pass."""
+        return self._points_of.unmoved(self._trained(), self.steps_seen)
+
+    def _trained(self) -> dict[int, torch.Tensor]:
+        found = ((key, known.reference()) for key, known in self.parameters.items())
+        # a frozen copy may follow the trained ones
+        return {key: p for key, p in found if p is not None and p.requires_grad}
 
     def _watch_leaves(self, leaves: Sequence[torch.Tensor], *, apart: bool) -> None:
         """Watch the parameters that a pass reaches."""
@@ -945,11 +954,7 @@ class Recorder:
 
     def _points(self) -> Points:
         """Return a checksum of each parameter's values, or its version where they lie on a device."""
-        found = ((key, known.reference()) for key, known in self.parameters.items())
-        # a frozen copy may follow the trained ones
-        points = self._points_of.now(
-            {key: p for key, p in found if p is not None and p.requires_grad}, self.steps_seen
-        )
+        points = self._points_of.now(self._trained(), self.steps_seen)
         if self._points_of.has_versions_alone:
             said = (
                 "parameters lie on a device, or have no memory in a row: writes to them through"
@@ -1557,7 +1562,7 @@ class Recorder:
             step.values = self._values(self.parameters)
 
 
-def _written(roots: Sequence[Any], line: str) -> Written | None:
+def _written(roots: Sequence[Any], line: str, unmoved: Callable[[], Set[int]]) -> Written | None:
     """Return what a pass that begins reads and that was written since the forward.
 
     Nothing is asked of a device, which would have to be waited for.
@@ -1565,6 +1570,7 @@ def _written(roots: Sequence[Any], line: str) -> Written | None:
     Args:
         roots: of the pass.
         line: of its backward.
+        unmoved: returns the ids of the parameters that are what they were at the forward.
     """
     tensors = [root for root in roots if isinstance(root, torch.Tensor)]
     if any(map(samples.is_on_device, tensors)):
@@ -1575,7 +1581,7 @@ def _written(roots: Sequence[Any], line: str) -> Written | None:
         found = None if roots[0]._version else rewritten_loss(roots[0])
         if found is not None and is_written_loss(line):
             found = None
-        found = found or rewritten_outside(roots[0])
+        found = found or rewritten_outside(roots[0], unmoved)
         # under a mode of the program's, operations may give something else than they do here
         if found is not None and _modes_of_program():
             found = None

@@ -31,7 +31,7 @@ from gradcheck_suite.auditing.samples import (
     is_plain,
     is_same_fingerprint,
 )
-from gradcheck_suite.auditing.terms import MARK, is_leaf, kind
+from gradcheck_suite.auditing.terms import MARK, RAW, is_leaf, is_packed, kind
 from gradcheck_suite.run.functions import nodes_from
 
 NOTE = f"{MARK} saved"
@@ -40,7 +40,6 @@ MOST_NODES = 20_000
 """Nodes of one call that are looked at."""
 MOST_BYTES = 1 << 22
 """Size of a tensor above which a few elements tell, and no checksum of all."""
-RAW = "_raw_saved_"
 
 
 @dataclass(frozen=True)
@@ -93,10 +92,7 @@ def saved_tensors(node: Any, name: str) -> tuple[torch.Tensor, ...]:
     """Return what a node has saved under a name; nothing where it is packed, or was changed in
     place.
     """
-    raw = getattr(node, RAW + name, None)
-    each = raw if isinstance(raw, tuple | list) else (raw,)
-    # releases of torch that do not tell of hooks are not asked
-    if any(getattr(one, "unpack_hook", one) is not None for one in each if one is not None):
+    if is_packed(node, name):
         return ()
     try:
         found = node.saved_tensors if name == "tensors" else getattr(node, f"_saved_{name}")
@@ -228,6 +224,9 @@ def _named(saved: Saved, noted: Noted) -> Written | None:
             return Written("changed-batch", f"buffer {name} was written {reads}")
     if where in noted.inputs:
         return None
+    leaves = (node.variable for node in nodes_from([saved.node]) if is_leaf(node))
+    if any(_memory(leaf) == where for leaf in leaves):
+        return Written("stale-parameters", f"a parameter outside of {of} was written {reads}")
     return Written(
         "changed-batch", f"a tensor that {of} was given or has computed was written {reads}"
     )

@@ -37,6 +37,10 @@ ROUNDINGS = 16
 MARK = "gradcheck_suite audit"
 DECLARED = "gradcheck_suite objective"
 """Entries of a node's metadata: it has gone backward; the count and the reduction that the program declares for it."""
+RAW = "_raw_saved_"
+"""What the names of a node begin with that hold saved tensors before their hooks have run."""
+WITHOUT_VALUE = "with value None"
+"""What torch says where hooks are asked for and nothing was saved."""
 
 # The table of nodes. `scalar` says what a node does to one number on its way from the loss to a
 # term, `below` what it does to the elements under a term's reduction.
@@ -161,21 +165,37 @@ def elements(node: Any, index: int) -> int:
     return -1 if shape is None else prod(shape)
 
 
-def _is_packed(node: Any, name: str) -> bool:
-    """Return whether to read a saved tensor would run a hook, as a checkpoint's, which computes
-    everything again.
+def is_packed(node: Any, name: str) -> bool:
+    """Return whether what a node has saved under a name cannot be read without running a hook, as a
+    checkpoint's, which computes everything again. So it is where it has saved nothing.
     """
-    raw = getattr(node, f"_raw_saved_{name}", None)
-    if raw is None or hasattr(raw, "unpack_hook"):
-        return raw is None or raw.unpack_hook is not None
+    raw = getattr(node, f"{RAW}{name}", None)
+    several = raw if isinstance(raw, tuple | list) else (raw,)
+    saved = [one for one in several if one is not None]
+    if not saved:
+        return True
+    if hasattr(saved[0], "unpack_hook"):
+        return any(one.unpack_hook is not None for one in saved)
+    return _refuses_hooks(node, name, saved)
+
+
+def _refuses_hooks(node: Any, name: str, saved: Sequence[Any]) -> bool:
+    """Return whether saved tensors have hooks, where torch does not tell: it refuses further ones.
+
+    torch tells since 2.13. Those without get hooks that do what torch does without any, once: a
+    tensor has one pair.
+    """
     mark = f"{MARK} {name}"
-    if mark not in node.metadata:
-        try:  # torch 2.9 does not tell, and refuses hooks where there are some
-            raw.register_hooks(lambda tensor: (tensor, tensor._version), _unpacked)
-        except RuntimeError:
-            return True
-        node.metadata[mark] = True
-    return False
+    if mark in node.metadata:
+        return bool(node.metadata[mark])
+    node.metadata[mark] = False
+    for one in saved:
+        try:
+            one.register_hooks(lambda tensor: (tensor, tensor._version), _unpacked)
+        except RuntimeError as error:
+            if WITHOUT_VALUE not in str(error):
+                node.metadata[mark] = True
+    return bool(node.metadata[mark])
 
 
 def _unpacked(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
@@ -207,7 +227,7 @@ def _number(node: Any) -> torch.Tensor | None:
     A sum or difference saves nothing.
     """
     name = "self" if node.next_functions[0][0] is None else "other"
-    if _is_packed(node, name):
+    if is_packed(node, name):
         return None
     try:
         saved: torch.Tensor | None = getattr(node, f"_saved_{name}")
@@ -301,7 +321,7 @@ def _valid(node: Any) -> torch.Tensor | None:
     if name.startswith("Nll"):
         return (
             None
-            if _is_packed(node, "target")
+            if is_packed(node, "target")
             else (node._saved_target != node._saved_ignore_index).sum()
         )
     if name in ("CtcLoss", "Where"):
@@ -807,7 +827,7 @@ class Reader:
             term.counts["elements"] = shape[0] if len(shape) > 1 else 1
         if name.startswith("Nll"):
             term.counts["elements"] /= shape[1] if len(shape) > 1 else max(shape[0], 1)
-            if _is_packed(node, "total_weight"):
+            if is_packed(node, "total_weight"):
                 self._hook(
                     node,
                     found,

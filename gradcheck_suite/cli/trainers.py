@@ -75,7 +75,8 @@ def add_arguments(parser: parsers.Parser) -> None:
 def run(arguments: Namespace) -> int:
     """Ask the trainers that the arguments name."""
     if arguments.list:
-        print("\n".join(aligned((name, f"{t.about} [{t.status}]") for name, t in TRAINERS.items())))
+        rows = ((name, f"{trainer.about} [{trainer.status}]") for name, trainer in TRAINERS.items())
+        say(aligned(rows))
         return exit_status.HOLDS
     environment.expect_main_job()
     # before torch is imported: a name that does not exist is refused at once

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -50,14 +51,14 @@ from gradcheck_suite.core.results import (
     result_lines,
 )
 from gradcheck_suite.core.source_lines import loop_source
-from gradcheck_suite.core.text import aligned, counted, say
+from gradcheck_suite.core.text import aligned, counted, say, summary_of
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.loops.trainers import PACKAGES, TRAINERS
 from gradcheck_suite.run import environment
 from gradcheck_suite.run.private_names import expect_present
-from gradcheck_suite.run.processes import template_ahead
+from gradcheck_suite.run.processes import may_fork, template_ahead
 from gradcheck_suite.strategies.coverage import CaseCoverage, Coverage
-from gradcheck_suite.verification.judge_process import second_process
+from gradcheck_suite.verification.judge_process import SERVE, second_process
 
 PROGRAM = "gradcheck-suite verify"
 DEFAULT_REPORTS = Path("reports")
@@ -415,17 +416,22 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.problem is not None:
         expect_found(arguments.problem)
     options = parsed(arguments, VerifyOptions)
+    wants_process = _is_worth_a_process(arguments, options)
+    forks = may_fork()
     with (
         CommandOutput(wanted) as output,
-        template_ahead(wanted=options.ranks > 1),
         # both start before the imports below, so that they import torch at the same time as this
         # process
-        second_process(wanted=_is_worth_a_process(arguments, options)),
+        template_ahead(wanted=options.ranks > 1),
+        second_process(wanted=wants_process and not forks),
     ):
         with waiting(IMPORTS):
             environment.prepare()
             expect_present("verify")
-        return _verify(arguments, options, output, not_stored, stopwatch)
+            import_module(SERVE)
+        # before anything is computed, and before a user's code is imported
+        with second_process(wanted=wants_process and forks, forks=True):
+            return _verify(arguments, options, output, not_stored, stopwatch)
 
 
 def _why_not_stored(wanted: OutputOptions) -> str:
@@ -684,12 +690,11 @@ def _list(ranks: int) -> int:
     from gradcheck_suite.loops.reset_modes import BUILT_IN
 
     loops = {**BUILT_IN, **JAX_MODES} if ranks == 1 else RANK_LOOPS
-    # the first line of a loop's docstring describes it, so that the two cannot differ
-    built_in = [
-        (name, (loop.__doc__ or "").strip().splitlines()[0]) for name, loop in loops.items()
-    ]
+    # a loop's docstring describes it, so that the two cannot differ
+    built_in = [(name, summary_of(loop)) for name, loop in loops.items()]
     trainers = [(name, f"{trainer.about} [{trainer.status}]") for name, trainer in TRAINERS.items()]
-    print("\n".join(aligned([*built_in, *(trainers if ranks == 1 else [])])))
+    rows = [*built_in, *(trainers if ranks == 1 else [])]
+    say(aligned(rows))
     return exit_status.HOLDS
 
 

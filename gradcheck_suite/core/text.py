@@ -4,6 +4,7 @@ on a terminal.
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import re
 import sys
@@ -27,6 +28,11 @@ def aligned(pairs: Iterable[tuple[str, str]]) -> list[str]:
     pairs = list(pairs)
     width = max((len(name) for name, _ in pairs), default=0)
     return [f"{name:<{width}}  {text}".rstrip() for name, text in pairs]
+
+
+def summary_of(described: object) -> str:
+    """Return what the first paragraph of a docstring says, on one line; empty without one."""
+    return " ".join(inspect.cleandoc(described.__doc__ or "").partition("\n\n")[0].split())
 
 
 def counted(number: int, noun: str) -> str:

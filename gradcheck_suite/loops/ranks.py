@@ -28,6 +28,7 @@ from gradcheck_suite.core.contract import (
     autocast_of,
     training_loop,
 )
+from gradcheck_suite.core.text import summary_of
 from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.loops.reset_modes import MODES
 
@@ -85,15 +86,14 @@ def _made_of(
 
     Args:
         loop: the other one.
-        told: the text about the wrapper after the first line of its docstring.
+        told: the text about the wrapper after what the other one's docstring says first.
         assumes: what the wrapper assumes besides.
         autocast: as for `training_loop`.
     """
 
     def made(trained: Loop) -> Loop:
         functools.update_wrapper(trained, loop)
-        first = (loop.__doc__ or "").strip().split("\n")[0]
-        trained.__doc__ = f"{first} {told}"
+        trained.__doc__ = f"{summary_of(loop)} {told}"
         return training_loop(assumes=(*assumptions_of(loop), *assumes), autocast=autocast)(trained)
 
     return made

@@ -22,6 +22,7 @@ from gradcheck_suite.core.contract import (
     TrainingRun,
     training_loop,
 )
+from gradcheck_suite.core.text import summary_of
 
 # The windows of an epoch and the backward of one window, shared by the correct loops.
 
@@ -151,7 +152,7 @@ def after_step(reset: Reset) -> Loop:
             run.optimizer.step()
             reset(parameters, run.optimizer)
 
-    loop.__doc__ = f"{(reset.__doc__ or '').splitlines()[0]} After each step."
+    loop.__doc__ = f"{summary_of(reset)} After each step."
     return loop
 
 

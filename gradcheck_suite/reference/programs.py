@@ -142,6 +142,8 @@ jax.config.update("jax_cpu_enable_async_dispatch", False)
 jax.config.update("jax_traceback_in_locations_limit", 0)
 
 MAX_PROGRAMS = 512
+MOST_THREADS = 4
+"""Threads of a check: one lowers its programs, a fourth of the work, while XLA compiles those of others."""
 Options = dict[str, str | bool]
 COMPILER_OPTIONS: Options = {
     "xla_cpu_multi_thread_eigen": False,
@@ -194,7 +196,7 @@ class CompiledPrograms:
         self.compiled = 0
         self.loaded = 0
         self._tapes = Tapes(maximum)
-        self._checking: Thread | None = None
+        self._checking: list[Thread] = []
         self._failure: Exception | None = None
 
     def evaluate(self, request: ProgramRequest, *arguments: Tree, is_telling: bool = True) -> Tree:
@@ -230,25 +232,30 @@ class CompiledPrograms:
     def _is_numpys(self) -> bool:
         return self._platform == "cpu" and evaluator() == NUMPY
 
-    def check_beside(self) -> None:
-        """Let XLA compute a call of each program that numpy evaluates, in another thread.
+    def check_beside(self, threads: int = 1) -> None:
+        """Let XLA compute a call of each program that numpy evaluates, in other threads.
 
         XLA releases Python's lock while it compiles.
+
+        Args:
+            threads: how many; one leaves the other processors to what follows.
         """
-        if self._checking is not None and self._checking.is_alive():
-            return
+        self._checking = [thread for thread in self._checking if thread.is_alive()]
+        for _ in range(threads - len(self._checking)):
+            thread = Thread(target=self._check_all, name="XLA checks numpy")
+            self._checking.append(thread)
+            thread.start()
 
-        def check() -> None:
-            try:
-                # a process that ends waits for a few programs, not for all
-                while self._tapes.waiting and main_thread().is_alive():
-                    self._tapes.check(MOST, together.results)
-            except Exception as error:
-                self._failure = error
-
+    def _check_all(self) -> None:
+        """Check what waits, a few programs at a time, until nothing does."""
         together = Together(CompiledPrograms(maximum=self._maximum, platform=self._platform))
-        self._checking = Thread(target=check, name="XLA checks numpy")
-        self._checking.start()
+        try:
+            # a process that ends waits for a few programs, not for all
+            while main_thread().is_alive():
+                if not self._tapes.check(MOST, together.results):
+                    return
+        except Exception as error:
+            self._failure = error
 
     def finish_checks(self, show: Callable[[int], None] = lambda _: None) -> ProgramChecks:
         """Let XLA compute a call of each program that numpy has evaluated, and has not checked yet.
@@ -256,11 +263,13 @@ class CompiledPrograms:
         Args:
             show: called with the number of programs that are left.
         """
-        while self._tapes.waiting or (self._checking is not None and self._checking.is_alive()):
-            self.check_beside()
-            assert self._checking is not None
+        threads = min(os.cpu_count() or 1, MOST_THREADS)
+        while self._tapes.waiting or any(thread.is_alive() for thread in self._checking):
+            if self._tapes.is_any_left:
+                self.check_beside(threads)
             show(self._tapes.waiting)
-            self._checking.join(0.1)
+            for thread in self._checking:
+                thread.join(0.1)
             if self._failure is not None:
                 raise self._failure
         differences = filter(None, (self._tapes.of_gradient, *self._tapes.differences))

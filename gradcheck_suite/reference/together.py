@@ -69,7 +69,8 @@ class _Place:
 
 def _as_one(samples: Sequence[Sample]) -> ProgramRequest:
     """Return the request for a program that returns what each of these returns."""
-    functions = [sample.request.function for sample in samples]
+    # not the requests' own functions: JAX has derived these already
+    functions = [sample.program.traced for sample in samples]
 
     def all_of_them(*arguments: Tree) -> Tree:
         return tuple(function(*own) for function, own in zip(functions, arguments, strict=True))

@@ -21,13 +21,14 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from gradcheck_suite.core.contract import Problem
 from gradcheck_suite.errors import CannotRunHere, UsageError
@@ -45,6 +46,19 @@ _PROGRAM = (
     "from importlib import import_module; from multiprocessing.connection import Connection; "
     "import_module(sys.argv[3]).main(Connection(int(sys.argv[4])), *sys.argv[5:])"
 )
+
+
+def _socket_pair(limit_s: int) -> tuple[socket.socket, socket.socket]:
+    """Return the two ends of a connection.
+
+    The first one gives up after some seconds in which the other neither reads nor answers.
+    """
+    ours, theirs = socket.socketpair()
+    # a timeout of Python's own would make the file descriptor non-blocking, which `Connection` does
+    # not expect
+    for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+        ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", limit_s, 0))
+    return ours, theirs
 
 
 class Child:
@@ -78,11 +92,7 @@ class Child:
             stderr: as `subprocess.Popen` takes it.
             limit_s: seconds after which a process that neither reads nor answers is given up.
         """
-        ours, theirs = socket.socketpair()
-        # a timeout of Python's own would make the file descriptor non-blocking, which `Connection`
-        # does not expect
-        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", limit_s, 0))
+        ours, theirs = _socket_pair(limit_s)
         how = "orphan" if orphan else "child"
         handle = str(theirs.fileno())
         with theirs:
@@ -105,6 +115,10 @@ class Child:
             )
         self.connection = Connection(ours.detach())
 
+    def wait(self) -> None:
+        """Wait until what was started has ended: of an orphan, what started it."""
+        self.process.wait()
+
     def close(self, wait_s: float = 0, *, closes: bool = True) -> None:
         """End the process and what it has forked.
 
@@ -121,6 +135,82 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+
+def may_fork() -> bool:
+    """Whether this process, once it has imported torch and JAX, may be forked.
+
+    One that has JAX already may have computed with it: then it has threads that a fork would lose.
+    macOS ends forks of a process that has used its frameworks.
+    """
+    return sys.platform == "linux" and "jax" not in sys.modules
+
+
+class Fork:
+    """A fork of this process that is no child of it, so that code here may wait for all children.
+
+    It has what was imported, which takes a process of its own seconds.
+
+    Attributes:
+        connection: the connection to the process.
+    """
+
+    def __init__(self, module: str, limit_s: int = STARTUP_S) -> None:
+        """Start it.
+
+        Args:
+            module: full name of the module whose `main` it calls with its end of the connection.
+            limit_s: seconds after which a process that neither reads nor answers is given up.
+
+        Raises:
+            OSError: the system has no room for a further process.
+        """
+        ours, theirs = _socket_pair(limit_s)
+        main = importlib.import_module(module).main
+        with ours, theirs:
+            with warnings.catch_warnings():
+                # Python 3.12 sees threads, which are OpenBLAS's: it makes them again in a fork
+                warnings.simplefilter("ignore", DeprecationWarning)
+                starter = os.fork()
+            if starter == 0:
+                _serve_as_orphan(main, ours, theirs)
+            # it has only forked, and its group keeps its number
+            os.waitpid(starter, 0)
+            self._group = starter
+            self.connection = Connection(ours.detach())
+
+    def wait(self) -> None:
+        """Return at once: what started the process has ended."""
+
+    def close(self, *, closes: bool = True) -> None:
+        """End the process and what it has forked.
+
+        Args:
+            closes: whether the connection is to be closed; not one whose number may be that of
+                another file by now.
+        """
+        if closes:
+            self.connection.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._group, signal.SIGKILL)
+
+
+def _serve_as_orphan(
+    main: Callable[[Connection], None], ours: socket.socket, theirs: socket.socket
+) -> NoReturn:
+    """Call `main` in a fork of this fork, with a session of its own and without the terminal."""
+    try:
+        os.setsid()
+        if os.fork():
+            os._exit(0)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(nothing, stream)
+        # while it has the parent's end, too, it would not be told that the parent has ended
+        ours.close()
+        main(Connection(theirs.detach()))
+    finally:
+        os._exit(1)
 
 
 def end_with_parent(connection: Connection) -> None:

@@ -1,7 +1,7 @@
 """The second process as its parent has it.
 
-It imports torch and JAX, which takes seconds. So a command starts it before it imports them itself;
-nothing heavy is imported here.
+It needs torch and JAX, whose import takes seconds. So a command forks it after it has imported them
+itself, where that is safe, and else starts it before it imports them. Nothing heavy is imported here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 
-from gradcheck_suite.run.processes import Child
+from gradcheck_suite.run.processes import Child, Fork
 
 SERVE = "gradcheck_suite.verification.ahead"
 """The module whose `main` the process runs."""
@@ -31,15 +31,26 @@ class JudgeProcess:
         pid: the process id, once the process has started.
     """
 
-    def __init__(self) -> None:
-        """Start it."""
+    def __init__(self, *, forks: bool = False) -> None:
+        """Start it.
+
+        Args:
+            forks: whether it is a fork of this process, which has imported all and computed nothing.
+
+        Raises:
+            OSError: the system has no room for a further process.
+        """
         devnull = subprocess.DEVNULL
-        self._child = Child(
-            SERVE,
-            orphan=True,
-            stdout=devnull,
-            stderr=devnull,
-            limit_s=LIMIT_S,
+        self._child: Child | Fork = (
+            Fork(SERVE, LIMIT_S)
+            if forks
+            else Child(
+                SERVE,
+                orphan=True,
+                stdout=devnull,
+                stderr=devnull,
+                limit_s=LIMIT_S,
+            )
         )
         self._connection = self._child.connection
         self._socket = os.fstat(self._connection.fileno()).st_ino
@@ -60,7 +71,7 @@ class JudgeProcess:
         if not self.pid and (first := self._receive()) is not None:
             self.pid = int(first)
             # what started it has ended, since an orphan's starter only forks: no zombie is left
-            self._child.process.wait()
+            self._child.wait()
 
     def send(self, message: bytes) -> int:
         """Send a message and return its number, by which `answer` is called.
@@ -132,11 +143,16 @@ _judges: list[JudgeProcess] = []
 
 
 @contextlib.contextmanager
-def second_process(*, wanted: bool = True) -> Iterator[JudgeProcess | None]:
+def second_process(*, wanted: bool = True, forks: bool = False) -> Iterator[JudgeProcess | None]:
     """Judge runs in a second process inside the block, wherever that gives the same verdicts, if
     `wanted`.
 
-    `verify` uses it. A system that cannot hand a socket to a process goes without.
+    `verify` uses it. A system without room for a further process, or that cannot hand a socket to
+    one, goes without.
+
+    Args:
+        wanted: whether to start one.
+        forks: whether it is a fork of this process, which has imported all and computed nothing.
 
     Yields:
         The process that is started here; None where none is.
@@ -145,9 +161,14 @@ def second_process(*, wanted: bool = True) -> Iterator[JudgeProcess | None]:
     if not wanted or _judges or not hasattr(os, "fork"):
         yield None
         return
-    _judges.append(JudgeProcess())
     try:
-        yield _judges[0]
+        judge = JudgeProcess(forks=forks)
+    except OSError:
+        yield None
+        return
+    _judges.append(judge)
+    try:
+        yield judge
     finally:
         _judges.pop().close()
 

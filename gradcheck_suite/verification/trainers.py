@@ -142,10 +142,8 @@ def line(answer: Answer) -> str:
     """Return an answer on one line: `holds`, `VIOLATED` with the diagnosis and the smallest case,
     or `not asked`.
     """
-    text = (
-        f"{answer.trainer.name:<{NAME_WIDTH}} {answer.trainer.status:<20}"
-        f" {answer.question.name:<{QUESTION_WIDTH}} "
-    )
+    # the versions stand in the run's first line: beside each answer they would make it 112 wide
+    text = f"{answer.trainer.name:<{NAME_WIDTH}} {answer.question.name:<{QUESTION_WIDTH}} "
     if answer.result is None:
         return f"{text}not asked"
     violation = answer.result.violation

@@ -152,6 +152,7 @@ routes = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=3), min_size=
 STEPPING = [mode for mode in RESET_MODES.values() if mode.steps]
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("device", DEVICES)
 @scaled(4)
 @given(data=st.data())

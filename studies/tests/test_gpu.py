@@ -120,6 +120,7 @@ def _once_logged(tmp_path, lines, act):
     threading.Thread(target=wait, daemon=True).start()
 
 
+@pytest.mark.share(4)
 def test_what_runs_when_the_time_is_over_is_stopped_and_its_log_is_kept(
     stage_run, tmp_path, monkeypatch
 ):

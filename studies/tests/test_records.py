@@ -190,6 +190,7 @@ sys.exit(2 if name == "b" and not Path("fixed").exists() else 1 if name == "c" e
 """
 
 
+@pytest.mark.share(4)
 def test_an_interrupted_run_goes_on_and_its_records_take_the_place_of_the_old_ones(
     tmp_path, monkeypatch, capsys
 ):

@@ -197,6 +197,7 @@ def test_a_closure_is_judged_again_after_windows_that_were_only_counted():
     assert [v.diagnosis for v in audited(True).violations] == ["stale-window"]
 
 
+@pytest.mark.share(4)
 def test_the_memory_of_an_audit_does_not_grow_with_the_windows_that_are_counted():
     used = {}
 

@@ -180,6 +180,7 @@ def test_channels_last_takes_no_kernel_for_each_parameter(counts):
     assert not result.violations
 
 
+@pytest.mark.share(4)
 def test_hooks_of_the_program_are_judged_without_a_wait(counts):
     model = _model()
     for parameter in model.parameters():

@@ -88,6 +88,7 @@ def _run(fault, number, windows=14):
     return audit.result
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("number", range(PASSES))
 @pytest.mark.parametrize("fault", [name for name in FAULTS if name != "none"])
 def test_a_fault_that_begins_later_in_one_pass_is_found_by_its_turn(fault, number):

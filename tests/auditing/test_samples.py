@@ -257,6 +257,7 @@ def test_a_sum_made_by_hand_is_told_from_a_reset(dtype, shape, passes, spread, v
         )
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(("spread", "verdict"), [(1.0, "holds"), (0.01, "unjudged")])
 def test_weights_of_gradients_that_are_alike_within_their_rounding_are_not_judged(spread, verdict):
     for passes in (2, 4, 8):

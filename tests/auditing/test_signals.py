@@ -115,6 +115,7 @@ def test_a_child_dies_by_the_signal_alone(tmp_path):
     assert audited.stderr.count("VIOLATED") == 1
 
 
+@pytest.mark.share(4)
 def test_a_signal_that_comes_while_the_audit_works_waits_for_it(tmp_path):
     # planted: the signal comes in the middle of a step's judgement
     before = (

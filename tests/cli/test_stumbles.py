@@ -210,6 +210,7 @@ class Bar:
         pass
 
 
+@pytest.mark.share(4)
 def test_trainers_shows_each_question_and_its_cases(run, monkeypatch):
     monkeypatch.setattr("gradcheck_suite.cli.trainers.Progress", Bar)
     questions = run("trainers", "loops.py:sound", "-n", 2, "-q").out.splitlines()
@@ -298,6 +299,7 @@ def test_advice_on_ranks_stands_only_where_there_are_ranks():
 # Records: what is accepted stays, and what is damaged is told once.
 
 
+@pytest.mark.share(4)
 def test_a_damaged_record_fails_the_report_and_is_named_once(run, project):
     pytest.importorskip("jinja2")
     run("verify", "loops.py:sound", "-n", 2, "--reports", "reports")

@@ -109,6 +109,7 @@ def test_a_loop_is_quiet_where_it_is_to_be(run):
     assert "the loop holds" in outcome.out
 
 
+@pytest.mark.share(4)
 @pytest.mark.usefixtures("script_runs")
 def test_a_violation_is_explained_stored_and_replayable(run, project):
     outcome = run("verify", "loops.py:no_reset", "--examples", 50)
@@ -185,6 +186,9 @@ def test_list_prints_every_built_in_loop_and_trainer(run):
         *JAX_MODES,
         *TRAINERS,
     ]
+    # a docstring's first sentence may go on in its second line
+    assert "which zeroes all at once. After each step." in outcome.out
+    assert "of their gradients" in " ".join(outcome.out.split())
 
 
 def test_the_header_names_the_versions_of_the_libraries_that_a_loop_imports(run, project):
@@ -224,6 +228,7 @@ def test_a_case_of_a_loop_with_autocast_is_replayed_with_it(run, project, a_case
     assert run("replay", "case.json", "loops.py:autocast", "--autocast", "bfloat16").status == 0
 
 
+@pytest.mark.share(4)
 def test_a_users_problem(run):
     outcome = run("verify", "loops.py:sound", "--problem", "loops.py:PROBLEM", "--examples", 2)
     assert outcome.status == 0

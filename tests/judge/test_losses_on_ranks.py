@@ -89,6 +89,7 @@ def trains_on_the_data_of_rank_0(run):
             run.optimizer.step()
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     ("loop", "name", "says"),
     [

@@ -71,6 +71,7 @@ def _is_installed() -> bool:
     return "gradcheck-suite" in {point.name for point in entry_points(group="pytest11")}
 
 
+@pytest.mark.share(4)
 def test_verdicts_markers_and_wrong_calls(run_pytest):
     status, text = run_pytest(
         """

@@ -314,6 +314,7 @@ class Bent(nn.Module):
         return self.b(torch.erfinv(0.5 * torch.tanh(self.a(x))))
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("learns", [True, False])
 def test_gradients_and_updates_behind_an_unknown_difference_are_compared(learns):
     def apply(p: Any, x: Any) -> Any:

@@ -23,6 +23,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.share(4)
 def test_a_sound_port_holds_and_says_which_planted_fault_was_found():
     result = judge_function(decoder_pair, "decoder")
     assert result.verdict == "holds", str(result)

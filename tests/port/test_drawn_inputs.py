@@ -62,6 +62,7 @@ def reach(clipped: bool, activated: bool = False, **more: Any) -> dict[str, Any]
     return pair_of(Reach(activated), apply, (drawn(2, 5, 3),), **more)
 
 
+@pytest.mark.share(4)
 def test_lengths_beyond_the_limits_of_the_program_are_drawn():
     result = judged(reach(clipped=False))
     assert [f.place for f in result.differences] == ["table"]

@@ -226,6 +226,7 @@ def test_a_search_that_the_clock_stops_names_nothing(stopped):
     assert ("stopped after 150 s" in search.budget.words) is stopped
 
 
+@pytest.mark.share(4)
 def test_a_slow_machine_names_what_a_fast_one_does(monkeypatch):
     """The search takes half a second, and half a minute by this clock."""
     clock = time.process_time

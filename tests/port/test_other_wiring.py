@@ -34,6 +34,7 @@ def norm(p: Any, x: Any) -> Any:
     return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * p["norm.weight"] + p["norm.bias"]
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     ("mine", "theirs"),
     [
@@ -104,6 +105,7 @@ class Edges(nn.Module):
         return self.last(torch.zeros_like(h).index_add(0, target, weight[:, None] * h[source]))
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     ("fault", "cause"),
     [(None, ""), ("at source", "other-input"), ("read", "other-input"), ("maximum", "reduction")],

@@ -28,12 +28,14 @@ def is_one_finding(result: Any, kind: str, place: str, cause: str) -> None:
     assert found == [(kind, place, cause)], str(result)
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("make", [images, recurrent, head])
 def test_sound_ports_hold(make):
     result = verdict(make)
     assert result.verdict == "holds", str(result)
 
 
+@pytest.mark.share(4)
 def test_two_biases_in_one_leaf_hold_and_their_map_is_linear():
     result = verdict(recurrent, merged=True)
     assert result.verdict == "holds", str(result)
@@ -663,6 +665,7 @@ class Twice(nn.Module):
         return self.out(self.a(self.a(x).tanh()).tanh())
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     ("order", "found"),
     [

@@ -4,6 +4,9 @@ loop's.
 
 from __future__ import annotations
 
+import os
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from gradcheck_suite.loops.reset_modes import MODES
 from gradcheck_suite.reference import large_batch, programs, tape
 from gradcheck_suite.reference.evaluation import ProgramRequest, evaluated_by
 from gradcheck_suite.reference.programs import CompiledPrograms
+from gradcheck_suite.reference.together import Together
 from gradcheck_suite.verification.check import check
 from gradcheck_suite.verification.verify import verify
 
@@ -56,6 +60,47 @@ def test_numpy_evaluates_and_xla_agrees():
     assert (checks.programs, checks.differences) == (1, ())
     kept.evaluate(_request(), X)
     assert kept.finish_checks().programs == 1
+
+
+def test_several_threads_check_each_program_once(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    kept = CompiledPrograms()
+    rule = tape.RULES["tanh"]
+    monkeypatch.setitem(tape.RULES, "tanh", lambda p: lambda x: rule(p)(x) * (1 + 1e-9))
+    for rows in range(1, 21):
+        function = jnp.tanh if rows % 5 == 0 else jnp.exp
+        x = X[:1].repeat(rows, 0)
+        kept.evaluate(_request(function, x), x)
+    checks = kept.finish_checks()
+    assert checks.programs == 20
+    # the names of the programs are the same, so the sentence of the first stands for all
+    assert checks.differences
+    assert kept.finish_checks().programs == 20
+
+
+def test_a_check_that_fails_in_a_thread_is_an_error_here(monkeypatch):
+    def fails(*_):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(Together, "results", fails)
+    kept = CompiledPrograms()
+    kept.evaluate(_request(), X)
+    with pytest.raises(RuntimeError, match="planted"):
+        kept.finish_checks()
+
+
+def test_jax_derives_a_program_once():
+    """XLA compiles the equations that numpy evaluates."""
+    traced = []
+
+    def noted(x):
+        traced.append(x.shape)
+        return jax.grad(lambda y: jnp.sum(jnp.tanh(y @ y.T)))(x)
+
+    kept = CompiledPrograms()
+    kept.evaluate(_request(noted), X)
+    assert kept.finish_checks().differences == ()
+    assert traced == [X.shape]
 
 
 @pytest.mark.parametrize("by", [1e-12, 1e-3, np.nan])
@@ -110,6 +155,7 @@ def test_a_loop_is_not_blamed_for_a_fault_of_numpy(monkeypatch):
     assert any("layer linear" in text for text in said)
 
 
+@pytest.mark.share(4)
 def test_a_run_says_a_fault_of_numpy_as_a_finding(monkeypatch):
     assert verify(MODES["zero_"], examples=2, quiet=True).findings == ()
     monkeypatch.setattr(programs, "PROGRAMS", CompiledPrograms())

@@ -34,6 +34,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.share(4)
 def test_dynamo_is_imported_by_what_compiles_alone():
     subprocess.run([sys.executable, "-c", textwrap.dedent(SCRIPT)], check=True)
 
@@ -87,5 +88,6 @@ NORMALIZED = """
 """
 
 
+@pytest.mark.share(4)
 def test_the_gradient_of_a_layer_norm_imports_no_compiler():
     subprocess.run([sys.executable, "-c", textwrap.dedent(NORMALIZED)], check=True)

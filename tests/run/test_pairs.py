@@ -36,6 +36,7 @@ def trainer(divide):
     return train
 
 
+@pytest.mark.share(4)
 def test_a_trainer_of_pairs_is_verified_like_any_loop():
     assert verify(trainer(divide=False), examples=6).holds
     violation = verify(trainer(divide=True), examples=6).violation

@@ -58,6 +58,7 @@ def slow_module(tmp_path, monkeypatch):
     sys.modules.pop("slow_to_import", None)
 
 
+@pytest.mark.share(4)
 def test_an_import_does_not_count(slow_module):
     """Nor does its rest after the limit began anew: the block waits, which would be stopped at
     once.
@@ -76,6 +77,7 @@ def _swallows_everything():
             continue
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     "block", [_hang, lambda: (__import__("slow_to_import"), _hang()), _swallows_everything]
 )

@@ -84,6 +84,7 @@ def test_a_script_of_jax_ends_with_1_for_the_fault_and_with_0_for_the_sound_loop
     assert sound.output.endswith("the fault is gone\n")
 
 
+@pytest.mark.share(4)
 def test_a_script_of_jax_that_fails_otherwise_ends_with_2(file):
     text, _ = script_of(file, "tail-dropped")
     assert text.count("observer.steps(STEPS)") == 1

@@ -57,6 +57,7 @@ def test_a_fault_of_the_cast_alone_is_found():
     assert verify(doubles_where_it_casts, examples=1).violation.diagnosis == "wrong-scale"
 
 
+@pytest.mark.share(4)
 def test_in_float64_the_verdict_says_that_nothing_was_cast():
     assert UNCAST in str(verify(doubles_where_it_casts, examples=1, dtype="float64"))
     assert UNCAST not in str(verify(declared, examples=1))

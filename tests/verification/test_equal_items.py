@@ -68,6 +68,7 @@ def test_a_loop_that_skips_what_is_equal_is_found_among_drawn_cases(
     assert "takes what is equal to another for a duplicate" in result.violation.explanation
 
 
+@pytest.mark.share(4)
 def test_clipping_by_norm_is_not_taken_for_a_loop_that_skips_what_is_equal():
     """Where items repeat the norm is above 1, and where they differ below it.
 

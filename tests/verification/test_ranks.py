@@ -118,6 +118,7 @@ def test_a_rank_that_is_killed_from_outside_runs_again(tmp_path, monkeypatch, ho
         ranks._pools.popitem()[1].close()
 
 
+@pytest.mark.share(4)
 def test_ranks_that_wait_for_each_other_are_a_deadlock_with_the_stack_of_each():
     began = time.monotonic()
     found = violation(rank_loops.waits_alone, time_limit_s=600)
@@ -129,6 +130,7 @@ def test_ranks_that_wait_for_each_other_are_a_deadlock_with_the_stack_of_each():
     assert "in waits_alone" in stacks
 
 
+@pytest.mark.share(4)
 def test_cases_that_ranks_run_ahead_are_judged_as_without():
     cases = [probe_case(plan) for plan in (EVEN, UNEVEN)]
     alone = [check(rank_loops.wrong_on_rank_1, case).violation for case in cases]

@@ -28,6 +28,7 @@ from gradcheck_suite.errors import UsageError
 from gradcheck_suite.loops.reset_modes import BUILT_IN
 from gradcheck_suite.run import ranks
 from gradcheck_suite.run.instance import generated_instance
+from gradcheck_suite.run.processes import may_fork
 from gradcheck_suite.run.ranks import packed, unpacked
 from gradcheck_suite.run.runner import run_loop
 from gradcheck_suite.verification import ahead, search
@@ -122,6 +123,7 @@ def test_a_fault_of_some_drawn_cases_is_found_where_it_is(monkeypatch, second):
     assert _shown(found) == _shown(_without(monkeypatch, _wrong_for_eight, examples=60))
 
 
+@pytest.mark.share(4)
 def test_it_says_nothing_but_that_a_run_holds(second):
     case = Case(LINEAR, Plan((1, 3, 2), 2))
     for loop, holds in ((BUILT_IN["plain"], True), (BUGS["mean-of-means"].loop, False)):
@@ -171,6 +173,7 @@ def test_the_loop_runs_on_cases_in_the_order_in_which_they_are_judged(monkeypatc
     assert [digest for digest in run_on if digest in judged] == judged
 
 
+@pytest.mark.share(4)
 @pytest.mark.usefixtures("only_linear")
 def test_a_loop_of_the_suite_runs_in_both_processes_with_the_same_result(monkeypatch, second):
     here: list[str] = []
@@ -297,7 +300,7 @@ def closes_descriptors(run):
     os.closerange(3, 300)
     open(os.devnull)
 
-with second_process() as judge:
+with second_process(forks=sys.argv[1] == "forked") as judge:
     judge.wait()
     for loop in (waits_for_all_children, forks, closes_descriptors):
         result = verify(loop, examples=12, time_limit_s=20, quiet=True)
@@ -309,10 +312,11 @@ os._exit(0)
 
 
 @pytest.mark.full
-def test_a_loop_may_wait_for_children_fork_and_close_descriptors():
+@pytest.mark.parametrize("how", ["forked", "started"])
+def test_a_loop_may_wait_for_children_fork_and_close_descriptors(how):
     """Each of these reached the second process, or its socket."""
     done = subprocess.run(
-        [sys.executable, "-c", STRANGE], capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", STRANGE, how], capture_output=True, text=True, timeout=200
     )
     assert done.stdout.splitlines() == [
         "waits_for_all_children True 12",
@@ -342,7 +346,7 @@ def test_verification_goes_on_where_the_process_is_stopped(monkeypatch, stopped)
 ABANDONED = """
 import os, sys
 from gradcheck_suite.verification.judge_process import second_process
-with second_process() as judge:
+with second_process(forks=sys.argv[2] == "forked") as judge:
     judge.wait()
     print(judge.pid, flush=True)
     if sys.argv[1] == "killed":
@@ -351,10 +355,11 @@ with second_process() as judge:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("start", ["forked", "started"])
 @pytest.mark.parametrize("how", ["killed", "ended"])
-def test_it_ends_with_its_parent(how):
+def test_it_ends_with_its_parent(how, start):
     done = subprocess.run(
-        [sys.executable, "-c", ABANDONED, how], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", ABANDONED, how, start], capture_output=True, text=True, timeout=120
     )
     pid = int(done.stdout)
     end = time.monotonic() + 60
@@ -368,6 +373,22 @@ def _is_running(pid):
         return "second_process" in Path(f"/proc/{pid}/cmdline").read_text()
     except FileNotFoundError:
         return False
+
+
+def test_a_process_that_has_jax_is_not_forked():
+    """It may have computed, and a fork would lose the threads of XLA."""
+    assert not may_fork()
+
+
+def test_verification_goes_on_where_there_is_no_room_for_a_process(monkeypatch):
+    def refuses(*_, **__):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(judges, "_judges", [])
+    monkeypatch.setattr(judges, "Child", refuses)
+    with second_process() as judge:
+        assert judge is None
+        assert running_judge() is None
 
 
 # JAX's opinion on users' problems: it agrees where it should, a planted error is found, and the

@@ -5,24 +5,38 @@ Processor time, which other processes of a busy machine hardly change, of a comm
 imports, the verdict and XLA's check included. Run it by itself: `pytest
 studies/properties/benchmarks/bench_first_verdict.py`.
 
-Where the processor's seconds of `verify zero_` went on 2026-11-29 (two shared x86-64 cores, load 10,
+Where the processor's seconds of `verify zero_` went on 2026-11-29 (two shared x86-64 cores, load 6,
 nothing on disk, torch 2.13.0, jax 0.10.2; each second is 1.5 of an idle machine's or so):
 
-    imports of torch, JAX and Hypothesis                                    4
-    loop, references and judgement of 200 cases and the probes              8.4
-    XLA's check of 205 programs: JAX lowers them                            3.1   4.9 one by one
-                                 XLA compiles them                          4.3   6.7 one by one
-                                 numpy computes them six times              1.3
+    until the verdict, one process                                         10.5
+        python, numpy, torch (1.8), JAX (0.8), Hypothesis, scipy            2.4
+        JAX derives 205 programs                                            2.2
+        the loop: 214 runs, 2,874 micro-batches forward and backward        1.9
+        a fresh model, the observer, what a loop changes of torch           1.0
+        200 cases are drawn                                                 0.6
+        references of torch and numpy, and the judgement                    2.4
+    XLA's check of 205 programs                                             6.9   9.6 before
+        JAX lowers the equations that it has derived                        1.6   2.6 derived again
+        XLA compiles them                                                   4.7
+        numpy computes them once more; seven times for 6 of the 205         0.2   1.4 all seven times
 
-Eight programs that are compiled as one take two thirds of the time of eight; 24 take no less for
-each. XLA's options are at their floor: without optimization already, and with any other choice that
-was tried (`xla_cpu_use_fusion_emitters`, level 1, no fusion) it takes two to five times as long.
-Each further mode takes 3.6 s. Of the samples of eight modes (py-spy) 42% are in the loops, forward
-and backward of 2,874 micro-batches in 214 runs of each by torch; 23% around them (a fresh model, the
-observer, what a loop may change of torch, the time limit); 21% in the judgement; 13% elsewhere.
-Against the commit before (one pair, alternated): 25.1 -> 20.8 s cold,
-14.5 -> 12.9 s with the programs on disk; eight modes in two processes, seconds of the clock at load
-11: 174.6 -> 150.5 cold, 126.4 -> 120.6 on disk.
+The second process is forked after the imports, and no longer imports all again (2.9 s). Its check is
+made by several threads after the last loop: one lowers while XLA compiles for another. Of each
+further mode's 3.5 s, 2.0 are in the process that runs the loop and 1.5 in the one that judges.
+Against the commit before, alternated, both processes (three pairs, load 5 to 7): until the verdict
+13.2, 14.7, 19.1 -> 10.2, 11.1, 12.1 s; in all 21.6, 24.5, 29.0 -> 16.7, 18.2, 21.1; eight modes, one
+pair, 54.3 -> 49.9, and 43.7 in a further run.
+
+Five seconds until the verdict and 14 s for eight modes on two cores are 10 and 28 s of an idle
+processor, 15 and 42 of these. The first verdict is below. Eight modes have a floor of 28: imports
+2.4, derivation 2.2, XLA's check 6.9 and 8 times 2.1 for torch's own forward, backward and data loader. What is
+left of 44 to 50 is a fresh model for each of 1,712 runs, what they may change of torch, 200 drawn
+cases and the judgement.
+
+What was tried and takes no less: 24 programs compiled as one (8 take two thirds of the time of
+eight); XLA without fusion, at level 1, or with its fusion emitters (two to five times as long);
+`jax_use_direct_linearize` off, no tracebacks, `jax.disable_jit` while JAX derives (2.2 to 2.4 s
+each); a look at torch's functions after each run only, not before it too.
 """
 
 from __future__ import annotations

@@ -88,6 +88,7 @@ def test_a_missing_bias_that_starts_at_zero_passes_every_tolerance():
         assert (row.passes, row.faults, row.blamed, row.sound) == (1, 2, 0, 1)
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_fault_is_found_and_an_equal_form_holds(name):
     result = run(*PAIRS[name])

@@ -77,6 +77,7 @@ def test_figures_older_than_their_code_have_a_badge(tmp_path):
     assert (html.count(">some older than the code</span>"), html.count(badge)) == (2, 1)
 
 
+@pytest.mark.share(4)
 def test_the_pages_of_the_kept_records_are_as_small_as_promised():
     assert len(pages.report_html(build(KEPT)).encode()) < MOST_BYTES
     assert len((KEPT / "report.md").read_text().splitlines()) <= 300

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
 from gradcheck_suite import Case, Plan
-from gradcheck_suite.core.records import Record, records_path
+from gradcheck_suite.core.records import Record, read_records, records_path
 from gradcheck_suite.loops.jax_modes import JAX_MODES
 from gradcheck_suite.loops.reset_modes import MODES
 from gradcheck_suite.page.content import cell_text, sources
+from studies.records import KINDS
+from studies.report.subjects import BRIDGE, MOVED
 from studies.tally import RIVALS
 from studies.tests.report.made_up import (
     EVIL,
@@ -31,6 +35,7 @@ def reports(tmp_path_factory):
     return folder
 
 
+ROOT = Path(__file__).resolve().parents[3]
 BROKEN = {"kind": "gradient", "diagnosis": "mean-of-means", "explanation": "means are averaged"}
 
 
@@ -217,10 +222,20 @@ def test_architectures_stand_with_both_of_their_errors(tmp_path):
     other = {"architecture": "Other", "package": "p", "version": "1"}
     record(tmp_path, "bridge", **other, widened=False, refused="it draws")
     section = _section(build(tmp_path), "bridge")
+    assert len(section.sources) == 1
     assert section.tables[0].rows == (
         ("Some", "p 1", 7, 1e-9, 2e-7, 1e-6, 3e-16, "a"),
         ("Other", "p 1", None, None, None, None, None, "refused: it draws"),
     )
+
+
+def test_a_command_names_files_where_they_stand_today():
+    records, _ = read_records(ROOT / "reports", KINDS["bridge"])
+    assert MOVED[0] in records[0].command
+    section = BRIDGE.content(records)
+    paths = re.findall(r"(?:studies|tests)/\S+", " ".join(run.command for run in section.sources))
+    assert paths
+    assert all((ROOT / path).exists() for path in paths)
 
 
 def test_memory_is_shown_in_mebibytes(tmp_path):

@@ -203,6 +203,7 @@ sys.exit(7)
 )
 
 
+@pytest.mark.share(4)
 def test_a_run_prints_computes_and_ends_as_without_the_audit(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(PROLOGUE + "np.random.seed(0)\n" + EFFECTS)
@@ -214,6 +215,7 @@ def test_a_run_prints_computes_and_ends_as_without_the_audit(tmp_path):
     assert result["verdict"] == "holds"
 
 
+@pytest.mark.share(4)
 def test_a_script_of_torch_alone_never_imports_jax(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(
@@ -261,6 +263,7 @@ step(linear)
     assert result["verdict"] == "unjudged"
 
 
+@pytest.mark.share(4)
 def test_an_error_of_the_audit_never_reaches_the_script(tmp_path):
     path = tmp_path / "train.py"
     breaks = """

@@ -66,6 +66,7 @@ def test_a_sound_script_holds(tmp_path, name):
     assert "dependent-items" not in {one.name for one in result.named_findings}
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", UNJUDGED)
 def test_what_cannot_be_judged_has_its_reason(tmp_path, name):
     reason, text = UNJUDGED[name]
@@ -108,12 +109,14 @@ def test_an_accepted_diagnosis_is_no_violation(tmp_path):
     assert [violation.diagnosis for violation in result.accepted] == ["wrong-scale"]
 
 
+@pytest.mark.share(4)
 def test_the_audit_ends_after_as_many_steps_as_asked_for(tmp_path):
     result, _ = audited(tmp_path, "few", SOUND["inject_hyperparams"], steps=3)
     assert result.steps == 3
     assert result.holds
 
 
+@pytest.mark.share(4)
 def test_the_run_ends_at_its_first_violation_where_that_is_asked_for(tmp_path):
     from gradcheck_suite.auditing.stopping import StoppedOnViolation
 

@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any
 
 from gradcheck_suite.core.contract import JaxTrainingRun, jax_training_loop
+from gradcheck_suite.core.text import summary_of
 from gradcheck_suite.loops.jax_modes import jax_scan_carry, windows_of
 from gradcheck_suite.loops.trainers.trainer import PLANS_OF_JAX, Trainer
 
@@ -196,7 +197,7 @@ _LOOPS = {
 }
 TRAINERS = (
     *(
-        _optax(name=name, loop=loop, about=str(loop.__doc__).partition("\n")[0].rstrip("."))
+        _optax(name=name, loop=loop, about=summary_of(loop).rstrip("."))
         for name, loop in _LOOPS.items()
     ),
     Trainer(

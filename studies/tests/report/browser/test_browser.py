@@ -43,6 +43,7 @@ def _until(page, expression, seconds=10):
     raise AssertionError(expression)
 
 
+@pytest.mark.share(4)
 def test_the_first_screen_has_four_answers_and_four_pictures_without_scrolling(open_page):
     page = open_page("plain.html")
     assert page.evaluate("document.documentElement.scrollHeight <= innerHeight")
