@@ -1203,7 +1203,7 @@ class _Replacements:
 
     Attributes:
         real: the trained parameters.
-        leaves: what stands in place of each.
+        leaves: what stands in place of each: a leaf with its memory, or with that of a copy.
         tensors: the id of a parameter or of a buffer -> what stands in its place.
         arguments: of the call, flat.
         given: parameters whose memory the leaves have.

@@ -2,7 +2,8 @@
 
 A copy of all parameters is a quarter of the memory of a training run with Adam, and does not fit
 where the accelerator is full. A forward rarely writes to a parameter: what does so is seen before it
-happens, and of that parameter alone a copy is made.
+happens, and of that parameter alone a copy is made. Not seen is what a kernel writes that is called
+past torch's dispatcher, with a tensor and not with its address.
 """
 
 from __future__ import annotations
@@ -95,6 +96,9 @@ class _BeforeWrites(TorchDispatchMode):
     ) -> Any:
         """Copy what an operation writes to, and call it."""
         named = kwargs or {}
+        if args and isinstance(args[0], float | int | complex) and _is_of_tensor(func):
+            # a number that a node has saved, which a mode is given as one of Python's
+            args = (torch.tensor(args[0], dtype=_dtype_of(args[0])), *args[1:])
         written = _written_by(func, args, named)
         if written:
             for value in pytree.tree_leaves(written):
@@ -116,6 +120,20 @@ def _writes(func: Any) -> tuple[tuple[int, str], ...] | None:
         for i, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_of_tensor(func: Any) -> bool:
+    """Return whether the first argument of an operation is a tensor."""
+    schema = getattr(func, "_schema", None)
+    first: Any = next(iter(schema.arguments), None) if schema is not None else None
+    return first is not None and first.type.kind() == "TensorType"
+
+
+def _dtype_of(number: Any) -> torch.dtype | None:
+    """Return the dtype that a number of Python's has as a tensor; None for the one by default."""
+    kinds = {complex: torch.complex128, float: torch.float64}
+    return kinds.get(type(number))
 
 
 def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -116,8 +118,6 @@ def test_the_parameters_of_a_program_that_writes_in_its_forward_are_those_withou
                 optimizer.zero_grad()
         return [p.detach().clone() for p in model.parameters()]
 
-    import contextlib
-
     try:
         plain = trained(contextlib.nullcontext())
         audited = trained(gradcheck_suite.audit(quiet=True))
@@ -148,3 +148,12 @@ def test_a_window_is_computed_again_without_a_copy_of_its_parameters(monkeypatch
     assert audit.result.verdict == "holds", audit.result
     assert seen
     assert all(one == own for one in seen)
+
+
+def test_a_number_that_a_node_has_saved_can_be_read():
+    weight = torch.nn.Parameter(torch.randn(4))
+    with shared_parameters.put_back([weight]):
+        product = shared_parameters.shared(weight) * 0.25
+        assert float(product.grad_fn._saved_other) == 0.25
+        (gradient,) = torch.autograd.grad((product * torch.ones(4)).sum(), [product])
+    assert gradient.tolist() == [1.0] * 4
