@@ -473,10 +473,12 @@ def moved_inside(pieces, random):
     pieces.inside += [_condition(random, pieces), *_indented([moved])]
 
 
-@fault("stale-parameters")
+# autocast's backward reads the copies that it has made before the write
+@fault("stale-parameters", of="uncast")
 def weights_written_before_the_backward(pieces, random):
     pieces.before.append(
-        random.choice(["net[2].weight.data.mul_(1.3)", "net[2].weight.data.add_(0.2)"])
+        # one number in all rows would move all logits alike, which a cross entropy does not see
+        random.choice(["net[2].weight.data.mul_(1.3)", "net[2].weight.data[0].add_(0.2)"])
     )
 
 

@@ -47,6 +47,18 @@ def test_each_fault_is_named(name):
         pytest.param(20154, id="weights of a reentrant checkpoint are written"),
         pytest.param(11380, id="weights that the program uses itself are written"),
         pytest.param(20370, id="an input before a custom function is refilled"),
+        pytest.param(10025, id="means over K divided by K once more in bfloat16"),
+        pytest.param(60065, id="a running count whose factor is rounded"),
+        pytest.param(100296, id="a running count in windows of one pass, by another count"),
+        pytest.param(100081, id="means that are kept and added up in bfloat16"),
+        pytest.param(60090, id="parameters are put back before the step, under autocast"),
+        pytest.param(10812, id="results that are left out, and at last not finite"),
+        pytest.param(70070, id="two optimizers step on what a reset has left"),
+        pytest.param(130039, id="clipped so far that coefficients are next to nothing"),
+        pytest.param(130053, id="one row outside of modules is refilled"),
+        pytest.param(130135, id="weights outside of the module that reads them are written"),
+        pytest.param(140196, id="weights of the last layer of a checkpoint are written"),
+        pytest.param(130363, id="signs of a kept sum in bfloat16 look like the last pass"),
     ],
 )
 def test_a_program_that_was_once_judged_wrongly(number):

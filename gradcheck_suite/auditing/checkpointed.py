@@ -17,7 +17,7 @@ import math
 import random
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -99,12 +99,14 @@ class ProgramValues:
         values: plain attributes of the modules that it may call, and plain variables of its own.
         tensors: the same of tensors and buffers, with a checksum as their value.
         parameters: a checksum of each parameter of these modules.
+        memory: the addresses of what holds them.
         generators: name of a generator of random numbers -> a checksum of its state.
     """
 
     values: Mapping[Key, Value]
     tensors: Mapping[Key, Value]
     parameters: Marks
+    memory: frozenset[int]
     generators: Mapping[str, int]
 
     @staticmethod
@@ -115,7 +117,7 @@ class ProgramValues:
         plain = {key: one for key, one in found if isinstance(one.value, PLAIN)}
         tensors = {key: one for key, one in found if is_plain(one.value)}
         marks = marks_of(one.value for one in tensors.values())
-        parameters = chain.from_iterable(module.parameters() for module in modules)
+        parameters = [*chain.from_iterable(module.parameters() for module in modules)]
         return ProgramValues(
             plain,
             {
@@ -123,6 +125,7 @@ class ProgramValues:
                 for (key, one), mark in zip(tensors.items(), marks, strict=True)
             },
             marks_of(parameters),
+            frozenset(StorageWeakRef(p.untyped_storage()).cdata for p in parameters if is_plain(p)),
             _generators(),
         )
 
@@ -203,8 +206,17 @@ class _Sampled:
 
         One tensor of the program's, as the statistics of a batch norm, may be saved and not be read.
         """
-        is_same = self.storage.cdata == now.storage.cdata
-        if is_same or self.dtype != now.dtype:
+        return None if self.storage.cdata == now.storage.cdata else self._distance(now)
+
+    def rewritten(self, now: _Sampled, memory: Collection[int]) -> float | None:
+        """Return by how much what lies in some memory differs; None where it lies elsewhere, or
+        rounding may explain it.
+        """
+        is_there = self.storage.cdata == now.storage.cdata and self.storage.cdata in memory
+        return self._distance(now) if is_there else None
+
+    def _distance(self, now: _Sampled) -> float | None:
+        if self.dtype != now.dtype:
             return None
         then, after = read_samples([self.sampled, now.sampled])
         off = distance(after, then)
@@ -288,6 +300,11 @@ class Region:
         off = then.off(now)
         if off is not None:
             watch.found = self._explained(off, self._now)
+            return
+        written = then.rewritten(now, self._then.memory)
+        if written is not None:
+            said = READ_AGAIN.format(line=self._line, off=written)
+            watch.found = OtherAgain(Written("stale-parameters", said), self._at_itself())
 
     def _explained(self, off: float, now: ProgramValues) -> OtherAgain:
         """Say why something else was computed."""
@@ -498,6 +515,10 @@ class CheckpointWatch:
 OTHERWISE = (
     "the checkpoint at {line} computes again inside of the backward what is not what it has computed"
     " in the forward (by {off:.2g} of its size): "
+)
+READ_AGAIN = (
+    "the checkpoint at {line} reads parameters again inside of the backward, which were written since"
+    " the forward (by {off:.2g} of their size)"
 )
 GIVEN = "what it was given was written in between"
 MOVED = "parameters of what it calls were written in between"

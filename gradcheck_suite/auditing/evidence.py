@@ -128,10 +128,20 @@ class WindowEvidence:
     @cached_property
     def in_sum(self) -> Mask:
         """(columns,), whether the pass is in `.grad`."""
+        return np.abs(self.mean) > self._least_there
+
+    @property
+    def missing(self) -> Mask:
+        """(rows, columns), whether a pass that has reached the parameter is not in its `.grad`."""
+        gone: Mask = self.reached & ~(np.abs(self.coefficients) > self._least_there)
+        return gone
+
+    @property
+    def _least_there(self) -> float:
+        """The coefficient up to which a pass is not there."""
         # a coefficient that is fitted is never exactly 0, and one that was clipped several times
         # may be as small
-        least = NEGLIGIBLE if self.window.edit == BY_HAND else 0.0
-        return np.abs(self.mean) > least
+        return NEGLIGIBLE if self.window.edit == BY_HAND else 0.0
 
     @cached_property
     def _rest(self) -> Mask:
@@ -144,6 +154,16 @@ class WindowEvidence:
         # for it alone
         return columns_where(self._rest & ~self.seen & (self.in_sum | (not self.seen.any())))
 
+    @property
+    def _passed_over(self) -> Mask:
+        """(columns,), whether another optimizer has stepped on a later pass of the same line, which is
+        in `.grad`, and not on this one: it no longer waits for it.
+        """
+        taken = {self.pass_of(j).site: j for j in columns_where(self.seen & self.in_sum)}
+        sites = [self.pass_of(j).site for j in range(len(self.indices))]
+        is_before = [j < taken.get(site, -1) for j, site in enumerate(sites)]
+        return ~self.seen & np.array(is_before, bool)
+
     @cached_property
     def optional(self) -> Columns:
         """The passes that another optimizer has stepped on, beside own ones."""
@@ -155,7 +175,8 @@ class WindowEvidence:
         rest = self._rest
         if self.own:
             return columns_where(rest & ~self.seen)
-        return columns_where(rest & self.in_sum) or columns_where(rest)
+        is_of_window = self.in_sum | self._passed_over
+        return columns_where(rest & is_of_window) or columns_where(rest)
 
     @cached_property
     def composed(self) -> Columns:

@@ -47,6 +47,8 @@ from gradcheck_suite.auditing.sums import (
     MOST_LEFT,
     RULES,
     TAIL,
+    alike_within,
+    is_hidden,
     pass_coefficients,
     weigh_one,
 )
@@ -161,6 +163,17 @@ def _on(ranks: Sequence[int], of_ranks: Sequence[AuditJudge], sentence: str) -> 
     return f"on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {sentence}"
 
 
+@dataclass(frozen=True)
+class DoubtfulSum:
+    """A fault of a window's sum, where most of `.grad` is none of what its passes have brought.
+
+    Where no other window of the optimizer tells that its gradients are no sums, it is one.
+    """
+
+    window: StepWindow
+    fault: StepFault
+
+
 # The run.
 
 
@@ -206,6 +219,7 @@ class AuditJudge:
         self._by_hand: set[str] = set()
         self._composed: set[int] = set()
         self._unlike: set[int] = set()
+        self._doubtful: defaultdict[int, list[DoubtfulSum]] = defaultdict(list)
         self._reached: defaultdict[int, set[int]] = defaultdict(set)
         self._moving: defaultdict[str, list[int]] = defaultdict(list)
         self._clipped: set[str] = set()
@@ -742,8 +756,12 @@ class AuditJudge:
         if held.rule.name == ALL_RESET.name and reached - {*window.keys}:
             # an optimizer of the other parameters may step on them yet
             self._emptied[window.optimizer] = window
+            return
+        fault = held.rule.fault(held.seen)
+        if fault.name in LOST and window.fit is not None and is_hidden(window.fit):
+            self._doubtful[window.optimizer].append(DoubtfulSum(window, fault))
         else:
-            self._violate(held.rule.fault(held.seen), window)
+            self._violate(fault, window)
 
     def _forget_alike(self, optimizer: int) -> None:
         """Take back what was read of windows whose gradient looks put together from passes, where
@@ -756,6 +774,8 @@ class AuditJudge:
                 self._pending[optimizer].remove(one)
                 self._skip(one.window, LIKENESS)
         self._weighed.pop(optimizer, None)
+        for doubtful in self._doubtful.pop(optimizer, ()):
+            self._skip(doubtful.window, LIKENESS)
 
     def _judge_emptied(self, optimizer: int, *, seen_all: bool = True) -> None:
         """Judge a window whose gradients were all reset, where its passes reached other optimizers'
@@ -816,15 +836,17 @@ class AuditJudge:
             factors = [window.divided]  # what is clipping is known, and is no part of the weights
         tasks = self._tasks_of(window)
         read_joined(window.passes, used)
-        scaled = [{source: c * f / scale for source, c in used.items()} for f in factors]
-        readings = [
-            reading_weights.read_terms(window.passes, one, tasks, window.error) for one in scaled
-        ]
+
+        def read(factor: float) -> reading_weights.Reading:
+            scaled = {source: c * factor / scale for source, c in used.items()}
+            return reading_weights.read_terms(window.passes, scaled, tasks, window.error)
+
         return WindowReadings(
             window,
             used,
-            readings,
+            list(map(read, factors)),
             factors[0],
+            read,
         )
 
     def _left_of(self, window: StepWindow) -> float:
@@ -861,7 +883,7 @@ class AuditJudge:
         # what weighs 1 in all is a mean over the window; means of tasks may as well be added up
         return all(
             (
-                np.ptp(each) <= 1e-2 * size(each)
+                np.ptp(each) <= alike_within(one.window) * size(each)
                 and evidence_of(one.window).is_alike
                 and weigh_one(one.window, one.coefficients)
             )
@@ -958,6 +980,8 @@ class AuditJudge:
         """
         for optimizer in list(self._emptied):
             self._judge_emptied(optimizer, seen_all=complete)
+        for doubtful in chain.from_iterable(self._doubtful.values()):
+            self._violate(doubtful.fault, doubtful.window)
         for optimizer in list(self._pending):
             self._weigh(optimizer, ended=True)
         self._note_lines()

@@ -8,7 +8,8 @@ does not know (numpy, `.data`).
 The same is asked of what is computed outside of recorded calls, as by weights that a program uses
 itself: what a node has saved of its input, or of what it gives, as a tanh, must be what follows from
 what the node below has saved. A parameter that is added and that no node has saved, as a bias, is
-read by no backward: a value is known up to it.
+read by no backward: a value is known up to it, but where nobody has written to it since the pass
+before.
 
 A row of the table says how one node computes its output; from the first node on that has no row, or
 whose inputs are not known, nothing is known.
@@ -17,8 +18,9 @@ whose inputs are not known, nothing is known.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -289,10 +291,12 @@ class _Values:
         of_parameters: whether a parameter has.
         coarsest: the largest unit roundoff on the way.
         reads_leaves: whether a parameter that no node has saved may be added.
+        unmoved: returns the ids of the parameters that are what they were at the forward.
         elements: that were computed.
     """
 
     reads_leaves: bool = False
+    unmoved: Callable[[], Collection[int]] = frozenset
     elements: int = 0
 
     known: dict[tuple[Any, int], Known | None] = field(default_factory=dict)
@@ -375,7 +379,8 @@ class _Values:
             if found is None:
                 return None
             # no backward reads a bias, which may be written as the program likes
-            is_added = not one and name in LEADING and _is_of_leaf(below)
+            leaf = None if one or name not in LEADING else _leaf_of(below)
+            is_added = leaf is not None and id(leaf.variable) not in self.unmoved()
             inputs.append(replace(found, added=found.value.shape) if is_added else found)
         return self._of_inputs(node, row, inputs)
 
@@ -415,11 +420,11 @@ class _Values:
         return _known(found)
 
 
-def _is_of_leaf(node: Any) -> bool:
-    """Return whether a node gives a parameter, cast or laid out otherwise."""
+def _leaf_of(node: Any) -> Any | None:
+    """Return the leaf of a parameter that a node gives, cast or laid out otherwise; None for none."""
     while node is not None and not is_leaf(node) and kind(node) in OF_ONE:
         node = node.next_functions[0][0]
-    return node is not None and is_leaf(node)
+    return node if node is not None and is_leaf(node) else None
 
 
 def _keeps(node: Any, first: torch.Size | None) -> bool:
@@ -507,12 +512,18 @@ def _known(tensor: torch.Tensor) -> Known | None:
     return Known(found, found.abs() if is_signed else found)
 
 
-def rewritten_outside(loss: torch.Tensor) -> Written | None:
+def rewritten_outside(
+    loss: torch.Tensor, unmoved: Callable[[], Collection[int]] = frozenset
+) -> Written | None:
     """Return what was written of that which nodes outside of recorded calls have saved.
 
     Waits for a device where it lies on one.
+
+    Args:
+        loss: that goes backward.
+        unmoved: returns the ids of the parameters that are what they were at the forward.
     """
-    values = _Values(reads_leaves=True)
+    values = _Values(reads_leaves=True, unmoved=cache(unmoved))
     with torch.no_grad(), torch.autocast(loss.device.type, enabled=False):
         for node in _nodes_outside(loss.grad_fn):
             below = values.misread(node)

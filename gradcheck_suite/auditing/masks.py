@@ -19,7 +19,39 @@ from gradcheck_suite.auditing import samples
 from gradcheck_suite.auditing.samples import Raw
 
 MOST = 4096
-"""Elements of a gradient that are kept."""
+MOST_OF_ALL = 1 << 21
+"""Elements of a gradient that are kept, and those of all gradients together: thousands of layers would else take the
+memory of a copy of them."""
+
+
+@dataclass(frozen=True)
+class MaskedElements:
+    """Which elements of a `.grad` a program has changed, as masks.
+
+    Attributes:
+        zeroed: those that it has set to 0.
+        left: those that are what they were, and not 0.
+        other: those that it has changed to something else.
+    """
+
+    zeroed: Any
+    left: Any
+    other: Any
+
+    @staticmethod
+    def of(then: Any, now: Any) -> MaskedElements:
+        """Compare elements of a `.grad`, arrays or tensors, with what they were before."""
+        is_changed = now != then
+        return MaskedElements(
+            zeroed=is_changed & (now == 0),
+            left=~is_changed & (now != 0),
+            other=is_changed & (now != 0),
+        )
+
+    @property
+    def is_mask(self) -> bool:
+        """Whether some were set to 0, and the others are what they were."""
+        return bool(self.zeroed.any() and self.left.any() and not self.other.any())
 
 
 @dataclass
@@ -28,23 +60,44 @@ class _Kept:
 
     Attributes:
         then: its elements when it was last looked at.
+        brought: which of them the last arrival has changed.
         zeroed: which of them were set to 0 between passes, where others were not; False as long as
             nothing has changed them.
         stood: which of them stood there after a pass, and were left.
         has_other: whether an element was changed to something else.
+        is_written: whether the program has written to the gradient between passes, also what stood
+            there already.
     """
 
     then: Any
+    brought: Any
     zeroed: Any = False
     stood: Any = False
     has_other: Any = False
+    is_written: bool = False
+
+
+@dataclass
+class _Ended:
+    """What edits after the last pass have set to 0 in the windows so far.
+
+    Attributes:
+        gone: the elements that were set to 0 in some window, those alone that its last pass had not
+            reached, and all of these.
+        left: those that stood there at a step, in some of these windows.
+    """
+
+    gone: Any
+    left: Any
 
 
 class MaskWatch:
     """Compares elements of gradients before and after what a program does between passes."""
 
     def __init__(self) -> None:
+        self._most = MOST
         self._kept: dict[int, _Kept] = {}
+        self._ended: dict[int, _Ended] = {}
 
     def arrived(
         self, gradients: Mapping[int, torch.Tensor], *, full: bool, sparse: Collection[int]
@@ -56,18 +109,20 @@ class MaskWatch:
             full: whether elements of all are kept.
             sparse: the keys of parameters of which they are kept in any case.
         """
+        self._most = min(self._most, max(MOST_OF_ALL // max(len(gradients), 1), 1))
         for key, gradient in gradients.items():
             if not full and key not in sparse:
                 self._kept.pop(key, None)
                 continue
-            then = _elements(gradient)
+            then = _elements(gradient, self._most)
             known = self._kept.get(key)
             if then is None:
                 self._kept.pop(key, None)
             elif known is not None and known.then.shape == then.shape:
+                known.brought = then != known.then
                 known.then = then
             else:
-                self._kept[key] = _Kept(then)
+                self._kept[key] = _Kept(then, brought=then != 0)
 
     def begun(self, keys: Iterable[int]) -> None:
         """Forget what was kept of gradients that begin anew, or are no more."""
@@ -89,17 +144,17 @@ class MaskWatch:
         found = dict[int, Raw]()
         for key in self._kept.keys() & gradients.keys():
             known = self._kept[key]
-            now = _elements(gradients[key])
+            now = _elements(gradients[key], self._most)
             if now is None or now.shape != known.then.shape:
                 del self._kept[key]
                 continue
-            is_other = now != known.then
-            is_left = ~is_other & (now != 0)
+            elements = MaskedElements.of(known.then, now)
             # nothing is left where all was reset: the next pass begins anew
-            is_part = is_left.any()
-            known.zeroed = (known.zeroed | (is_other & (now == 0))) & is_part
-            known.stood = (known.stood | is_left) & is_part
-            known.has_other = (known.has_other | (is_other & (now != 0)).any()) & is_part
+            is_part = elements.left.any()
+            known.zeroed = (known.zeroed | elements.zeroed) & is_part
+            known.stood = (known.stood | elements.left) & is_part
+            known.has_other = (known.has_other | elements.other.any()) & is_part
+            known.is_written = True
             known.then = now
             found[key] = _told(known)
         return found
@@ -107,8 +162,8 @@ class MaskWatch:
     def stepped(self, gradients: Mapping[int, torch.Tensor]) -> dict[int, Raw]:
         """Compare gradients at a step, which ends their window.
 
-        What is edited after the last pass is no part of what is done between passes: it is asked
-        only what is left.
+        What is edited after the last pass is no part of what is done between passes: of that it is
+        asked what is left, and whether it has left what the last pass has brought alone.
 
         Returns:
             as `_told`, of those of which elements were kept.
@@ -116,27 +171,57 @@ class MaskWatch:
         found = dict[int, Raw]()
         for key in self._kept.keys() & gradients.keys():
             known = self._kept.pop(key)
-            # nothing was changed between its passes
-            now = None if known.zeroed is False else _elements(gradients[key])
+            now = _elements(gradients[key], self._most)
             if now is not None and now.shape == known.then.shape:
+                is_of_last = self._ends(key, known, now)
                 known.stood = known.stood | (now != 0)
-                found[key] = _told(known)
+                found[key] = _told(known, *is_of_last)
         return found
 
+    def _ends(self, key: int, known: _Kept, now: Any) -> tuple[Any, Any]:
+        """Note what an edit after the last pass has left of a `.grad`.
 
-def _elements(gradient: torch.Tensor) -> Any | None:
-    """Return a copy of some elements of a gradient, None where they have no fixed places."""
+        Returns:
+            whether it is what the last pass has reached, and other elements were set to 0; whether
+            these are others than in earlier windows.
+        """
+        is_gone = (known.then != 0) & (now == 0)
+        is_left = now != 0
+        is_of_last = ~(is_gone & known.brought).any() & ~(is_left & ~known.brought).any()
+        is_of_last = is_of_last & is_left.any() & is_gone.any()
+        ended = self._ended.get(key)
+        if ended is None or ended.gone.shape != now.shape:
+            ended = _Ended(gone=is_gone & False, left=is_left & False)
+        ended.gone = ended.gone | (is_gone & is_of_last)
+        ended.left = ended.left | (is_left & is_of_last)
+        if isinstance(now, torch.Tensor) or is_of_last:
+            self._ended[key] = ended
+        return is_of_last, (ended.gone & ended.left).any()
+
+
+def _elements(gradient: torch.Tensor, most: int) -> Any | None:
+    """Return a copy of at most so many elements of a gradient, None where they have no fixed places."""
     if gradient.layout != torch.strided or gradient.is_nested or gradient.is_complex():
         return None
-    return samples.some_of(samples.local(gradient.detach()), MOST)
+    return samples.some_of(samples.local(gradient.detach()), most)
 
 
-def _told(known: _Kept) -> Raw:
-    """Return three numbers, 1 or 0: whether elements of a `.grad`, and not all that stood there, were
-    set to 0 between passes; whether some of these stand in it after another pass of the window;
-    whether an element was changed to something else.
+def _told(known: _Kept, is_of_last: Any = False, varies: Any = False) -> Raw:
+    """Return six numbers, 1 or 0, of elements of a `.grad`.
+
+    Whether some, and not all that stood there, were set to 0 between passes; whether some of these
+    stand in it after another pass of the window; whether one was changed to something else; at a
+    step, whether those that the last pass has not reached were set to 0 after it, and whether these
+    are others than in earlier windows; whether the program has written to it between passes.
     """
-    found = [known.zeroed.any(), (known.zeroed & known.stood).any(), known.has_other]
-    if isinstance(known.then, torch.Tensor):
-        return torch.stack(found).double()
-    return np.array(found, np.float64)
+    is_changed = known.zeroed is not False
+    between = (
+        [known.zeroed.any(), (known.zeroed & known.stood).any()] if is_changed else [False] * 2
+    )
+    told = [*between, known.has_other, is_of_last, varies, known.is_written]
+    if not isinstance(known.then, torch.Tensor):
+        return np.array(told, np.float64)
+    device = known.then.device
+    return torch.stack(
+        [torch.full((), one, device=device) if isinstance(one, bool) else one for one in told]
+    ).double()

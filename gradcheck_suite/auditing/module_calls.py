@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import io
 import warnings
 import weakref
@@ -20,6 +21,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module as module_hooks
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
@@ -36,6 +38,7 @@ from gradcheck_suite.auditing.program_state import (
     NotRecomputed,
     ProgramState,
     RandomState,
+    states_of_devices,
     unchanged,
 )
 from gradcheck_suite.auditing.repeated_calls import RepeatedCalls
@@ -50,6 +53,7 @@ from gradcheck_suite.auditing.samples import (
     sample,
 )
 from gradcheck_suite.auditing.saved_values import note_call
+from gradcheck_suite.auditing.shared_parameters import can_be_shared, put_back, shared
 from gradcheck_suite.auditing.terms import elements, factors_below, is_leaf, live, mark_call
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF, dtype_name
 from gradcheck_suite.run.functions import ancestors, is_of_program, kinds_of
@@ -134,14 +138,13 @@ class AtBackward:
 
 @dataclass(frozen=True)
 class Given:
-    """The positional arguments of a call as it begins: the call may write to them.
-
-    torch hands no keyword arguments to a hook that runs before the calls of all modules.
+    """The arguments of a call as it begins: the call may write to them.
 
     Attributes:
-        values: flat.
+        values: flat, the positional ones and those by keyword.
         structure: how they are put together.
-        copies: of the tensors among `values`, where what calls are given is kept; else empty.
+        is_copied: whether what calls are given is kept.
+        copies: of the tensors among `values`, where it is; else empty.
         versions: of each of `values`.
         needs_gradient: whether each required a gradient.
         below: the autograd node of each that did.
@@ -149,23 +152,55 @@ class Given:
 
     values: list[Any]
     structure: Any
+    is_copied: bool
     copies: list[Any]
     versions: list[int]
     needs_gradient: list[bool]
     below: list[Any]
 
     @staticmethod
-    def of(arguments: tuple[Any, ...], *, copied: bool) -> Given:
+    def of(arguments: tuple[Any, ...], keywords: Mapping[str, Any], *, copied: bool) -> Given:
         """Note how arguments are now."""
-        values, structure = pytree.tree_flatten(arguments)
+        values, structure = pytree.tree_flatten((arguments, dict(keywords)))
         return Given(
             values,
             structure,
+            copied,
             copies=_detached(values, copy=True) if copied else [],
             versions=[_version_of(value) for value in values],
             needs_gradient=[_needs_gradient(value) for value in values],
             below=_nodes_of(values),
         )
+
+    def with_keywords(self, keywords: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Return the positional arguments, and those by keyword with others that are known now.
+
+        A hook of the program's may have put others in place of them, and does so again.
+        """
+        positional, known = pytree.tree_unflatten(self.values, self.structure)
+        late = {name: value for name, value in keywords.items() if name not in known}
+        return positional, {**known, **late}
+
+
+def _keywords_of(module: torch.nn.Module) -> Mapping[str, Any]:
+    """Return what a module is given by keyword, in a hook that runs before its call; empty where that
+    is not known.
+
+    torch hands keyword arguments to no hook that runs before the calls of all modules: they are
+    variables of the function that calls it (`Module._call_impl`; no issue known).
+    """
+    frame = inspect.currentframe()
+    for _ in range(FRAMES_OF_HOOK):
+        frame = None if frame is None else frame.f_back
+        if frame is not None and frame.f_code.co_filename == module_hooks.__file__:
+            own = frame.f_locals
+            found = own.get("kwargs")
+            return found if own.get("self") is module and isinstance(found, dict) else {}
+    return {}
+
+
+FRAMES_OF_HOOK = 6
+"""Functions of the suite between a hook on a module and whoever asks."""
 
 
 def _version_of(value: Any) -> int:
@@ -218,6 +253,7 @@ class ModuleCall:
         own_outputs: references to the outputs, of which the program may have hooked some.
         has_hooked_output: whether it had when the gradient came back.
         passed: index of an output -> the gradient that hooks of the program's on it have let pass.
+        packing: the hooks of the program on saved tensors that were on, which pack and unpack.
     """
 
     module: torch.nn.Module
@@ -244,6 +280,7 @@ class ModuleCall:
     own_outputs: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     has_hooked_output: bool = False
     passed: dict[int, torch.Tensor] = field(default_factory=dict)
+    packing: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 
     @property
     def changed(self) -> bool:
@@ -495,10 +532,11 @@ class ModuleCalls:
             on=self._modes,
             refusal=LAZY if any(map(is_lazy, parameters)) else "",
             steps=self._steps(),
+            packing=torch._C._autograd._top_saved_tensors_default_hooks(False),
         )
         # what a call writes to where no version tells shows as other outputs, as a state does
         copied = bool(self.keeps & {INPUTS, STATE})
-        self._begun = Given.of(arguments, copied=copied), made
+        self._begun = Given.of(arguments, _keywords_of(module), copied=copied), made
 
     def _kept_of(self, module: torch.nn.Module) -> CallInputs:
         """Keep of a call what is asked for; calls at the same parameters share the copies of these."""
@@ -614,11 +652,10 @@ class ModuleCalls:
         keywords: dict[str, Any],
         output: Any,
     ) -> None:
-        positional = pytree.tree_unflatten(given.values, given.structure)
-        values, structure = pytree.tree_flatten((positional, keywords))
+        values, structure = pytree.tree_flatten(given.with_keywords(keywords))
         others = values[len(given.values) :]
         own = _detached(values, copy=False)
-        kept = [*given.copies, *_detached(others, copy=True)] if given.copies else own
+        kept = [*given.copies, *_detached(others, copy=True)] if given.is_copied else own
         now = [_version_of(value) for value in given.values]
         writes = [one != then for one, then in zip(now, given.versions, strict=True)]
         forward = made(
@@ -745,6 +782,7 @@ class ReplayOptions:
         as_it_was_at_backward: whether what the program has written to parameters and arguments
             between a call and its backward is written here, too.
         unhooked: whether the hooks that the forward sets on tensors are left out.
+        packed: whether the program's hooks pack and unpack what is saved.
     """
 
     hooks: bool = False
@@ -757,6 +795,11 @@ class ReplayOptions:
     own_parameters: bool = False
     as_it_was_at_backward: bool = False
     unhooked: bool = False
+    packed: bool = False
+
+
+ReceiveGradient = Callable[[int, torch.Tensor], None]
+"""Takes the id of a parameter and its gradient."""
 
 
 @dataclass
@@ -948,8 +991,10 @@ def _is_in_program() -> bool:
 
 
 def _generators() -> bytes:
-    now = RandomState.now()
-    return b"".join(bytes(each.numpy()) for each in (now.cpu, *now.devices))
+    """Return the states of torch's generators."""
+    # at each call of a module: those of numpy and of Python take ten times as long to read
+    states = [torch.get_rng_state(), *states_of_devices()]
+    return b"".join(each.numpy().tobytes() for each in states)
 
 
 @contextlib.contextmanager
@@ -1020,6 +1065,7 @@ def replay(
     arguments: list[Any],
     cotangents: dict[int, torch.Tensor],
     how: ReplayOptions,
+    receive: ReceiveGradient | None = None,
 ) -> ReplayResult:
     """Compute a call again, and the gradients of the parameters.
 
@@ -1028,6 +1074,8 @@ def replay(
         arguments: flat arguments in place of the recorded ones.
         cotangents: index of an output -> its gradient.
         how: how.
+        receive: called with the gradient of each parameter as soon as it is known, which is let go
+            of then. Without it all of them are in the result.
 
     Raises:
         Exception: whatever the user's module raises.
@@ -1052,6 +1100,7 @@ def replay(
         stack.enter_context(hooks)
         made = _Replacements.of(forward, arguments, how)
         stack.enter_context(_replaced(module, made.tensors))
+        stack.enter_context(put_back(made.given))
         stack.enter_context(_eagerly())
         seen = Checkpoints()
         if has_room(module):
@@ -1063,6 +1112,8 @@ def replay(
         for each, training in zip(module.modules(), forward.modes, strict=True):
             each.training = training
         hooked = list[str]()
+        if how.packed and forward.packing is not None:
+            stack.enter_context(saved_tensors_hooks(*forward.packing))
         with (
             torch.autocast(device, dtype=dtype, enabled=enabled),
             _watched_hooks(hooked, unhooked=how.unhooked),
@@ -1080,7 +1131,7 @@ def replay(
             return result
         if how.as_it_was_at_backward:
             made.write(forward.at_backward)
-        _differentiate(result, outputs, cotangents, made, how)
+        _differentiate(result, outputs, cotangents, made, how, receive)
     return result
 
 
@@ -1155,12 +1206,14 @@ class _Replacements:
         leaves: what stands in place of each.
         tensors: the id of a parameter or of a buffer -> what stands in its place.
         arguments: of the call, flat.
+        given: parameters whose memory the leaves have.
     """
 
     real: Sequence[torch.Tensor]
     leaves: list[torch.Tensor]
     tensors: dict[int, torch.Tensor]
     arguments: list[Any]
+    given: list[torch.Tensor]
 
     @staticmethod
     def of(forward: ModuleCall, arguments: list[Any], how: ReplayOptions) -> _Replacements:
@@ -1171,12 +1224,18 @@ class _Replacements:
         unit = forward.autocast[1] if forward.autocast[2] else None
         parameters = list(zip(module.parameters(), forward.trained, strict=True))
         real = [p for p, trained in parameters if trained]
-        leaves = [
-            _of_class(
-                p, _nudged(kept.get(id(p), p).detach().clone(), generator, unit)
-            ).requires_grad_()
-            for p in real
-        ]
+        # what is written to copies of its own is put back with these
+        may_share = how.seed is None and not how.as_it_was_at_backward
+        leaves = list[torch.Tensor]()
+        given = list[torch.Tensor]()
+        for p in real:
+            own = kept.get(id(p), p)
+            if may_share and can_be_shared(own):
+                given.append(own)
+                leaves.append(shared(own))
+            else:
+                copy = _nudged(own.detach().clone(), generator, unit)
+                leaves.append(_of_class(p, copy).requires_grad_())
         # what has been unfrozen since the call was a constant in it
         constants = [
             *module.buffers(),
@@ -1191,6 +1250,7 @@ class _Replacements:
             leaves,
             tensors,
             values,
+            given,
         )
 
     def write(self, at_backward: Sequence[AtBackward]) -> None:
@@ -1205,16 +1265,65 @@ class _Replacements:
                     value.data.copy_(other)
 
 
+class _Arrivals:
+    """Hands gradients over as soon as they are known.
+
+    Args:
+        receive: called with the id of each parameter and its gradient.
+        scale: by which what goes backward is multiplied.
+    """
+
+    def __init__(self, receive: ReceiveGradient, scale: float) -> None:
+        self._receive = receive
+        self._scale = scale
+        self._tasks = set[int]()
+        self._arrived = set[int]()
+
+    def watch(
+        self,
+        outputs: Iterable[torch.Tensor],
+        keys: Iterable[int],
+        leaves: Iterable[torch.Tensor],
+    ) -> None:
+        """Watch a backward from outputs: what the forward has set on leaves comes before."""
+        for output in outputs:
+            output.register_hook(self._begin)
+        for key, leaf in zip(keys, leaves, strict=True):
+            leaf.register_hook(functools.partial(self._arrive, key))
+
+    def _begin(self, _: torch.Tensor) -> None:
+        self._tasks.add(torch._C._current_graph_task_id())
+
+    def _arrive(self, key: int, arrived: torch.Tensor) -> torch.Tensor | None:
+        # a backward inside of this one adds to `.grad`, which is no part of what is asked
+        if torch._C._current_graph_task_id() not in self._tasks:
+            return None
+        if arrived.layout != torch.strided or type(arrived) not in OWN:
+            return None
+        self.take(key, arrived)
+        # autograd would keep all gradients until the last one is there: this one has no memory
+        return arrived.new_zeros(()).expand(arrived.shape)
+
+    def take(self, key: int, arrived: torch.Tensor | None) -> None:
+        """Hand over a gradient, once."""
+        if arrived is not None and key not in self._arrived:
+            self._arrived.add(key)
+            # a product, since rows that are compressed cannot be divided; the scale is a power of
+            # two. Of a scale of 1, too: a function may write to what it has returned
+            self._receive(key, arrived * (1 / self._scale))
+
+
 def _differentiate(
     result: ReplayResult,
     outputs: Sequence[torch.Tensor],
     cotangents: Mapping[int, torch.Tensor],
     made: _Replacements,
     how: ReplayOptions,
+    receive: ReceiveGradient | None,
 ) -> None:
     """Compute the gradients of a call's parameters from those of its outputs."""
 
-    def receive(index: int, given: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
+    def note_inside(index: int, given: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
         result.inside[index] = arrived
         return given
 
@@ -1225,16 +1334,19 @@ def _differentiate(
         scaled = [torch.zeros_like(given) for given in scaled]
     if how.received:
         for index, given in zip(cotangents, scaled, strict=True):
-            outputs[index].register_hook(functools.partial(receive, index, given))
+            outputs[index].register_hook(functools.partial(note_inside, index, given))
         scaled = [torch.zeros_like(given) for given in scaled]
+    keys = [id(p) for p in made.real]
+    arrivals = _Arrivals(receive or result.gradients.__setitem__, how.scale)
+    if receive is not None:
+        arrivals.watch(found, keys, made.leaves)
     gradients = torch.autograd.grad(
         found,
         made.leaves,
         scaled,
         allow_unused=True,
     )
-    # a product, since rows that are compressed cannot be divided; the scale is a power of two
-    both = zip(made.real, gradients, strict=True)
-    result.gradients = {id(p): g * (1 / how.scale) for p, g in both if g is not None}
+    for key, gradient in zip(keys, gradients, strict=True):
+        arrivals.take(key, gradient)
     # other than torch's own
     result.functions = frozenset(filter(is_of_program, kinds_of(outputs)))

@@ -30,6 +30,16 @@ class ParameterPoints:
         self._moved: set[int] = set()
         self._renormed: set[int] = set()
 
+    def unmoved(self, parameters: Mapping[int, torch.Tensor], step: int) -> set[int]:
+        """Return the ids of those that are what they were when the last pass had ended, where no step
+        has come since.
+        """
+        known = {key: p for key, p in parameters.items() if key in self._last}
+        if step != self._step or not known:
+            return set()
+        marks = zip(known.items(), self._values_of.marks([*known.values()]), strict=True)
+        return {id(p) for (key, p), mark in marks if mark is not None and mark == self._last[key]}
+
     def now(self, parameters: Mapping[int, torch.Tensor], step: int) -> Points:
         """Return the checksums.
 

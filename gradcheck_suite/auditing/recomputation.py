@@ -24,6 +24,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, groupby
 from operator import attrgetter
 from typing import Any, NoReturn
@@ -58,7 +59,13 @@ from gradcheck_suite.auditing.module_calls import (
 )
 from gradcheck_suite.auditing.program_state import NotRecomputed
 from gradcheck_suite.auditing.recorder import ActivePass
-from gradcheck_suite.auditing.samples import Fingerprint, is_same_fingerprint, read_samples, sample
+from gradcheck_suite.auditing.samples import (
+    Fingerprint,
+    Raw,
+    is_same_fingerprint,
+    read_samples,
+    sample,
+)
 from gradcheck_suite.auditing.vectors import ELEMENTS, PROJECTIONS, Vector, distance, size
 from gradcheck_suite.core.comparison import (
     DRAWS,
@@ -260,18 +267,92 @@ class AccumulatedGradient:
     dtype: str | None = None
     functions: frozenset[type] = frozenset()
 
-    def add(self, found: ReplayResult, weight: float, *, is_sampled: bool = False) -> None:
-        """Add a contribution, or projections of it."""
-        self.terms += 1
-        self.functions |= found.functions
-        for key, gradient in found.gradients.items():
-            scaled = gradient * weight if weight != 1 else gradient
-            self.sizes[key] = self.sizes.get(key, 0.0) + norm(scaled)
-            if is_sampled:
-                scaled = _projections(read_samples([sample(scaled, whole=True)])[0])
-            self.gradients[key] = (
-                add_gradients(self.gradients[key], scaled) if key in self.gradients else scaled
-            )
+    def add(self, weight: float, key: int, gradient: torch.Tensor, *, is_sampled: bool) -> None:
+        """Add a contribution to the gradient of a parameter, or projections of it."""
+        scaled = gradient * weight if weight != 1 else gradient
+        self.sizes[key] = self.sizes.get(key, 0.0) + norm(scaled)
+        if is_sampled:
+            scaled = _projected(scaled)
+        self.gradients[key] = (
+            add_gradients(self.gradients[key], scaled) if key in self.gradients else scaled
+        )
+
+
+@dataclass
+class SampledGradient:
+    """A gradient of which samples are kept.
+
+    Attributes:
+        samples: id of a parameter -> those of its contributions.
+    """
+
+    samples: dict[int, list[Raw]] = field(default_factory=dict)
+
+    def add(self, key: int, gradient: torch.Tensor) -> None:
+        """Add a contribution to the gradient of a parameter."""
+        self.samples.setdefault(key, []).append(sample(gradient, whole=True))
+
+    def read(self, keys: Iterable[int]) -> dict[int, Vector]:
+        """Return a sample of the gradient of each of some parameters; waits for a device."""
+        own = {key: self.samples[key] for key in keys}
+        values = iter(read_samples(list(chain.from_iterable(own.values()))))
+        return {
+            key: np.sum([next(values) for _ in several], axis=0) for key, several in own.items()
+        }
+
+
+@dataclass
+class ComparedGradient:
+    """A window's gradient that is compared as it is computed: no more of it is kept than that of one
+    parameter.
+
+    Attributes:
+        observed: id of a parameter -> its `.grad`.
+        factor: the common factor that something seen explains.
+        is_sampled: whether projections are compared.
+        keys: the ids of the parameters that have a gradient.
+        sizes: id of a parameter that is observed -> the 2-norm of its gradient.
+        norms: the same of what is compared.
+        off: that of the difference.
+        terms: number of contributions.
+        functions: classes of the custom functions on the way.
+    """
+
+    observed: Gradients
+    factor: float
+    is_sampled: bool
+    keys: set[int] = field(default_factory=set)
+    sizes: dict[int, float] = field(default_factory=dict)
+    norms: dict[int, float] = field(default_factory=dict)
+    off: dict[int, float] = field(default_factory=dict)
+    terms: int = 1
+    functions: frozenset[type] = frozenset()
+
+    def compare(self, key: int, gradient: torch.Tensor) -> None:
+        """Compare the gradient of a parameter."""
+        self.keys.add(key)
+        if key not in self.observed:
+            return
+        self.sizes[key] = norm(gradient)
+        one = _projected(gradient) if self.is_sampled else gradient
+        self.norms[key] = norm(one)
+        self.off[key] = _off_by(self.observed[key], one, self.factor)
+
+    def difference(self) -> GradDifference:
+        """Return how `.grad` differs, where rounding is not measured."""
+        allowed = _allowed(self.observed, self.sizes, self.terms, None, self.factor)
+        return _difference(self.off, self.norms, self.factor, allowed, _beyond)
+
+
+def _projected(gradient: torch.Tensor) -> torch.Tensor:
+    return _projections(read_samples([sample(gradient, whole=True)])[0])
+
+
+def _off_by(observed: torch.Tensor, one: torch.Tensor, factor: float) -> float:
+    """Return by how much a `.grad` differs from a factor times a gradient, as a 2-norm."""
+    # a difference of close numbers is exact, a multiple is not
+    exact = one if factor == 1 else factor * _double(one)
+    return norm(add_gradients(observed.to(exact.dtype), -exact))
 
 
 def _projections(sampled: Vector) -> torch.Tensor:
@@ -295,9 +376,11 @@ def by_micro_batch(
             (dtype_name(p.forward.autocast[1]) for p in parts if p.forward.autocast[2]), None
         )
     for part in parts:
-        found = replay(part.forward, part.forward.arguments, part.cotangents, how)
-        total.add(found, part.weight, is_sampled=part.is_sampled)
-        replayed.append(replace(found, gradients={}))
+        add = partial(total.add, part.weight, is_sampled=part.is_sampled)
+        found = replay(part.forward, part.forward.arguments, part.cotangents, how, add)
+        total.terms += 1
+        total.functions |= found.functions
+        replayed.append(found)
     return total, replayed
 
 
@@ -386,18 +469,30 @@ def _low_precision(parts: Sequence[RecordedCall]) -> bool:
     )
 
 
-def in_one_batch(parts: Sequence[RecordedCall]) -> AccumulatedGradient | None:
-    """Return the window's gradient from one call, or None where there is none that is equal to the
-    calls.
+def in_one_batch(
+    parts: Sequence[RecordedCall], observed: Gradients, factor: float
+) -> ComparedGradient | None:
+    """Compare the window's gradient from one call, or return None where there is none that is equal
+    to the calls.
 
     In a lower precision than float32 rounding hides too much: there it is not tried.
+
+    Args:
+        parts: the calls.
+        observed: id of each parameter -> its `.grad`.
+        factor: the common factor that something seen explains.
     """
     concatenated = None if len(parts) < 2 or _low_precision(parts) else _concatenated(parts)
     if concatenated is None:
         return None
+    total = ComparedGradient(observed, factor, parts[0].is_sampled)
     try:
         found = replay(
-            parts[0].forward, concatenated.arguments, concatenated.cotangents, ReplayOptions()
+            parts[0].forward,
+            concatenated.arguments,
+            concatenated.cotangents,
+            ReplayOptions(),
+            total.compare,
         )
     except Exception:
         return None  # the model takes no batch of this size
@@ -406,8 +501,7 @@ def in_one_batch(parts: Sequence[RecordedCall]) -> AccumulatedGradient | None:
         return None
     if not _same_outputs(parts, found, concatenated.rows):
         return None
-    total = AccumulatedGradient()
-    total.add(found, 1.0, is_sampled=parts[0].is_sampled)
+    total.functions = found.functions
     total.terms = sum(concatenated.rows)
     return total
 
@@ -527,30 +621,57 @@ def compare_grad(
         draws: computes the window again with changed parameters and inputs.
     """
     keys = [key for key in total.gradients if key in observed]
-    # a difference of close numbers is exact, a multiple is not
-    exact = {
-        key: total.gradients[key] if factor == 1 else factor * _double(total.gradients[key])
-        for key in keys
-    }
-    off = {
-        key: norm(add_gradients(observed[key].to(one.dtype), -one)) for key, one in exact.items()
-    }
-    size = math.hypot(*(factor * norm(total.gradients[key]) for key in keys))
-    terms = total.terms + FURTHER_ROUNDINGS
-    adding = abs(factor)
-    allowed = {
-        key: adding * growth(terms, total.dtype or dtype_of(observed[key])) * total.sizes[key]
-        for key in keys
-    }
+    off = {key: _off_by(observed[key], total.gradients[key], factor) for key in keys}
+    norms = {key: norm(total.gradients[key]) for key in keys}
+    sizes = {key: total.sizes[key] for key in keys}
+    allowed = _allowed(observed, sizes, total.terms, total.dtype, factor)
+
+    def exceeds(finite: Mapping[int, float], bounds: dict[int, float]) -> dict[int, float]:
+        return exceeding(
+            finite, bounds, total.gradients, lambda seed: draws(seed).gradients, factor
+        )
+
+    return _difference(off, norms, factor, allowed, exceeds)
+
+
+def _allowed(
+    observed: Mapping[int, torch.Tensor],
+    sizes: Mapping[int, float],
+    terms: int,
+    dtype: str | None,
+    factor: float,
+) -> dict[int, float]:
+    """Return by how much each parameter's gradient may differ without a measurement."""
+    number = terms + FURTHER_ROUNDINGS
+    found = dict[int, float]()
+    for key, one in sizes.items():
+        own = dtype_of(observed[key])
+        rounding = growth(number, dtype or own) * one
+        underflow = UNDERFLOW.get(own, 0.0) * observed[key].numel() ** 0.5
+        found[key] = abs(factor) * (rounding + underflow)
+    return found
+
+
+UNDERFLOW = {"float64": 2.0**-1032, "float32": 2.0**-136}
+"""Error of an element that underflow explains: some thousand times the smallest number that there is.
+
+Below the smallest normal number an error is no share of the result (Higham, Accuracy and Stability of
+Numerical Algorithms, section 2.8), as in gradients that vanish in a deep network.
+"""
+
+
+def _difference(
+    off: Mapping[int, float],
+    norms: Mapping[int, float],
+    factor: float,
+    allowed: dict[int, float],
+    exceeds: Callable[[Mapping[int, float], dict[int, float]], dict[int, float]],
+) -> GradDifference:
+    """Return how a gradient differs over all parameters."""
+    size = math.hypot(*(factor * one for one in norms.values()))
     # a gradient that is not finite is compared with nothing
     finite = {key: value for key, value in off.items() if not math.isnan(value)}
-    ratios = exceeding(
-        finite,
-        allowed,
-        total.gradients,
-        lambda seed: draws(seed).gradients,
-        factor,
-    )
+    ratios = exceeds(finite, allowed)
     error = math.hypot(*off.values()) / size if size else 0.0
     worst = max(ratios, key=ratios.__getitem__, default=None)
     return GradDifference(error, worst, ratios[worst] if worst is not None else 0.0)
@@ -575,6 +696,8 @@ def exceeding(
         factor: by which they are multiplied.
     """
     over = [key for key in off if not off[key] <= allowed[key]]
+    if not over:  # the library of the bound alone takes as much memory as a small model
+        return {}
     squares = {key: list[float]() for key in over}
 
     def draw(seeds: Iterable[int]) -> None:
@@ -587,7 +710,7 @@ def exceeding(
         return allowed[key] + of_draws * float(np.mean(squares[key] or [0.0])) ** 0.5
 
     begun = time.perf_counter()
-    draw(range(FEW_DRAWS if over else 0))
+    draw(range(FEW_DRAWS))
     took = time.perf_counter() - begun
     few = student_factor(FEW_DRAWS)
     unclear = [key for key in over if bound(key, LIKELY) < off[key] <= bound(key, few)]
@@ -597,8 +720,15 @@ def exceeding(
     many = student_factor(number)
     for key in over:
         allowed[key] = bound(key, many if unclear else few)
+    return _beyond(off, allowed)
+
+
+def _beyond(off: Mapping[int, float], allowed: Mapping[int, float]) -> dict[int, float]:
+    """Return by how many times differences exceed what is allowed, of those that do."""
     return {
-        k: off[k] / allowed[k] if allowed[k] else math.inf for k in over if not off[k] <= allowed[k]
+        key: one / allowed[key] if allowed[key] else math.inf
+        for key, one in off.items()
+        if not one <= allowed[key]
     }
 
 
@@ -907,7 +1037,7 @@ def _compute(asked: RecomputeRequest, result: RecomputeResult) -> None:
     result.error = difference.error
     if asked.is_faulty:
         return
-    _cover(asked, total, result)
+    _cover(asked, total.gradients.keys(), result)
     if difference.worst is not None:
         try:
             _judge_difference(asked, received, parts, difference, result)
@@ -949,15 +1079,15 @@ def _is_that_of_one_batch(
     asked: RecomputeRequest, parts: Sequence[RecordedCall], result: RecomputeResult
 ) -> bool:
     """Compute all calls in one batch, and return whether that says all there is to be said."""
-    whole = in_one_batch(parts)
-    if whole is None or whole.gradients.keys().isdisjoint(asked.compared):
+    whole = in_one_batch(parts, asked.compared, asked.factor)
+    if whole is None or whole.keys.isdisjoint(asked.compared):
         return False
-    difference = compare_grad(asked.compared, whole, asked.factor, lambda seed: whole)
+    difference = whole.difference()
     if difference.worst is not None and not asked.is_faulty:
         return False
     result.how = ONE_BATCH
     result.error = difference.error
-    _cover(asked, whole, result)
+    _cover(asked, whole.keys, result)
     _judge_functions(asked, parts, whole.functions, result)
     return True
 
@@ -1001,15 +1131,18 @@ def _holds_in_turn(
     parts = [
         replace(from_outside(part), weight=1.0) for part in received if part.index == turn.index
     ]
-    total, replayed = by_micro_batch(parts, ReplayOptions())
-    compared = total.gradients.keys() & asked.compared.keys() & turn.arrived.keys()
-    if not compared or total.functions - asked.known:
+    total = SampledGradient()
+    replayed = [
+        replay(p.forward, p.forward.arguments, p.cotangents, ReplayOptions(), total.add)
+        for p in parts
+    ]
+    compared = total.samples.keys() & asked.compared.keys() & turn.arrived.keys()
+    functions = frozenset(chain.from_iterable(found.functions for found in replayed))
+    if not compared or functions - asked.known:
         return False
     if any(map(_lost_by, parts, replayed)):
         return False
-    keys = sorted(compared)
-    samples = read_samples([sample(total.gradients[key], whole=True) for key in keys])
-    for key, again in zip(keys, samples, strict=True):
+    for key, again in total.read(sorted(compared)).items():
         if _differs(turn, key, again, dtype_of(asked.observed[key])):
             return False
     reached = [key for key, one in turn.arrived.items() if key in asked.observed and one.any()]
@@ -1029,7 +1162,8 @@ def _differs(turn: PassInTurn, key: int, again: Vector, dtype: str) -> bool:
     parts = (slice(ELEMENTS), slice(ELEMENTS, None))
     for part, of_sums in zip(parts, turn.sizes[key], strict=True):
         off = float(np.abs(then[part] - again[part]).max())
-        if not off <= unit * (of_sums + float(np.abs(again[part]).max())):
+        allowed = unit * (of_sums + float(np.abs(again[part]).max())) + UNDERFLOW.get(dtype, 0.0)
+        if not off <= allowed:
             return True
     return False
 
@@ -1084,14 +1218,20 @@ def _expect_comparable(asked: RecomputeRequest, total: AccumulatedGradient) -> N
     )
 
 
-def _cover(asked: RecomputeRequest, total: AccumulatedGradient, result: RecomputeResult) -> None:
-    """Note of which parameters the gradient was compared, and why not of the others."""
-    compared = total.gradients.keys() & asked.compared.keys()
+def _cover(asked: RecomputeRequest, reached: Set[int], result: RecomputeResult) -> None:
+    """Note of which parameters the gradient was compared, and why not of the others.
+
+    Args:
+        asked: the window.
+        reached: the ids of the parameters whose gradient was computed again.
+        result: to which it is added.
+    """
+    compared = reached & asked.compared.keys()
     left = [key for key, now in asked.observed.items() if key not in compared and now.any()]
     result.covered = len(compared), len(compared) + len(left)
     if left:
         number = counted(len(left), "parameter")
-        which = "" if total.gradients.keys().isdisjoint(left) else ", or not with all of it"
+        which = "" if reached.isdisjoint(left) else ", or not with all of it"
         said = f"{number} had no part in a window computed again{which} ({asked.unseen(left)})"
         result.notes.append(finding("uncovered-parameters", said))
 
@@ -1114,21 +1254,7 @@ def _explain_lost(
         )
     if refilled := [forward for forward in forwards if forward.is_refilled]:
         raise _input_changed(refilled)
-    moved = [
-        forward
-        for forward in forwards
-        if not forward.kept.parameters and forward.point != point_of(forward.module.parameters())
-    ]
-    if any(forward.was_moved for forward in moved):
-        raise NotKept(
-            PARAMETERS,
-            "parameters were written between a call of the model and its backward",
-            may_be_wrong=True,
-        )
-    if moved:
-        raise NotRecomputed(
-            "parameters were written between the window's backward passes and the step"
-        )
+    _expect_known_parameters(forwards, differs=False)
     _expect_reproducible(parts, replayed)
     if not all(forward.kept.state for forward in forwards):
         raise NotKept(
@@ -1142,6 +1268,35 @@ def _explain_lost(
         " their size; its inputs, its parameters, its buffers, what its code reaches in Python and"
         " the random numbers are those of the call, and two more calls give the same as each other"
     )
+
+
+def _expect_known_parameters(forwards: Sequence[ModuleCall], *, differs: bool) -> None:
+    """Refuse calls whose parameters are others now, and were not kept.
+
+    Args:
+        forwards: the calls.
+        differs: whether the gradient differs, where the outputs do not.
+
+    Raises:
+        NotKept: there are some.
+    """
+    moved = [
+        forward
+        for forward in forwards
+        if not forward.kept.parameters and forward.point != point_of(forward.module.parameters())
+    ]
+    if any(forward.was_moved for forward in moved):
+        raise NotKept(
+            PARAMETERS,
+            "parameters were written between a call of the model and its backward",
+            may_be_wrong=True,
+        )
+    if moved:
+        raise NotKept(
+            PARAMETERS,
+            "parameters were written between the window's backward passes and the step",
+            may_be_wrong=differs,
+        )
 
 
 def _expect_reproducible(parts: Sequence[RecordedCall], replayed: Sequence[ReplayResult]) -> None:
@@ -1318,6 +1473,8 @@ def _judge_backward(
             return
         if _judge_stolen(asked, parts, exact, result):
             return
+        if _is_that_of_packed(asked, parts, exact, result):
+            return
         _refuse_difference(asked, parts, replayed, without)
     scaled, eightfold, _ = _computed(asked, parts, ReplayOptions(hooks=True))
     names = ", ".join(hooked[:3])
@@ -1374,6 +1531,28 @@ def _judge_output_hooks(
         " size"
     )
     result.notes.append(finding("hook-factor", said))
+    return True
+
+
+def _is_that_of_packed(
+    asked: RecomputeRequest,
+    parts: Sequence[RecordedCall],
+    difference: GradDifference,
+    result: RecomputeResult,
+) -> bool:
+    """Ask whether the gradient is that of what hooks of the program unpack, in place of what was
+    saved: they may have packed it into fewer bits.
+    """
+    if all(part.forward.packing is None for part in parts):
+        return False
+    packed = ReplayOptions(hooks=True, scale=1.0, packed=True)
+    if _computed(asked, parts, packed)[0].worst is not None:
+        return False
+    said = (
+        "what the program's hooks on saved tensors unpack is not what they have packed, and changes"
+        f" the gradient by {difference.error:.2g} of its size"
+    )
+    result.notes.append(finding("packed-tensors", said))
     return True
 
 
@@ -1442,6 +1621,7 @@ def _refuse_difference(
             f"{by}; the script has set a hook on an output of the model (`Tensor.register_hook`),"
             " which may change the gradient that passes it: it was not computed again"
         )
+    _expect_known_parameters([part.forward for part in parts], differs=True)
     _expect_reproducible(parts, replayed)
     twice = [by_micro_batch(parts, ReplayOptions(hooks=True, scale=1.0))[0] for _ in range(2)]
     between = compare_grad(twice[0].gradients, twice[1], 1.0, lambda seed: twice[1])

@@ -52,6 +52,16 @@ from gradcheck_suite.auditing.events import (
     PassRecord,
     StepRecord,
 )
+from gradcheck_suite.auditing.gradient_hooks import (
+    BeforeHooks,
+    Change,
+    Some,
+    are_alike_on_device,
+    compare_together,
+    most_alike,
+    ratio_on_device,
+    some_of,
+)
 from gradcheck_suite.auditing.known_graphs import KnownGraphs, Made, Uses, uses_below
 from gradcheck_suite.auditing.loss_values import rewritten_loss, rewritten_outside
 from gradcheck_suite.auditing.masks import MaskWatch
@@ -98,8 +108,10 @@ class TrackedParameter:
         at_once: whether that one samples `.grad`, which is else done when the pass has ended, for
             all together.
         hooks: around those of the program on this parameter.
-        raw: a sample of what arrived before the program's hooks, and some of its elements.
-        ratio: by which these changed those elements in the last pass.
+        raw: what arrived before the program's hooks.
+        ratio: by which these changed some elements of it in the last pass.
+        keeps_memory: whether a gradient has left these in the memory in which it came, as far as is
+            known.
         is_changed: whether they have changed anything so far.
         times: how often one of them was on it then.
         owners: the optimizers that have listed it at their first step.
@@ -111,8 +123,9 @@ class TrackedParameter:
     grad_hook: Any = None
     at_once: bool = False
     hooks: tuple[Any, Any] | None = None
-    raw: tuple[Raw, torch.Tensor] | None = None
-    ratio: torch.Tensor | None = None
+    raw: BeforeHooks | None = None
+    ratio: Some | None = None
+    keeps_memory: bool = True
     is_changed: bool = False
     times: int = 0
     owners: tuple[int, ...] = ()
@@ -351,6 +364,7 @@ class Recorder:
         self._touched: dict[int, Raw] = {}
         self._masks = MaskWatch()
         self._masked: dict[int, Raw] = {}
+        self._changes: dict[int, Change] = {}
         self._accumulated_into: list[torch.Tensor] = []
         self._unseen: set[int] = set()
         self._standing: dict[int, Raw] = {}
@@ -427,6 +441,7 @@ class Recorder:
         self._touched.clear()
         self._masks = MaskWatch()
         self._masked.clear()
+        self._changes.clear()
         self._unseen.clear()
         self._standing.clear()
         self._graphs.forget()
@@ -703,7 +718,16 @@ class Recorder:
     def _note_written(self, running: ActivePass, roots: Sequence[Any]) -> None:
         # without it a difference is told with fewer words, and is told
         with self._beside_the_judgement(WRITES):
-            running.written = _written(roots, running.record.place.line)
+            running.written = _written(roots, running.record.place.line, self._unmoved)
+
+    def _unmoved(self) -> set[int]:
+        """Return the ids of the parameters that nobody has written to since the last pass."""
+        return self._points_of.unmoved(self._trained(), self.steps_seen)
+
+    def _trained(self) -> dict[int, torch.Tensor]:
+        found = ((key, known.reference()) for key, known in self.parameters.items())
+        # a frozen copy may follow the trained ones
+        return {key: p for key, p in found if p is not None and p.requires_grad}
 
     def _watch_leaves(self, leaves: Sequence[torch.Tensor], *, apart: bool) -> None:
         """Watch the parameters that a pass reaches."""
@@ -771,6 +795,8 @@ class Recorder:
             self._unbound.remove(running)
         for task in running.tasks:
             self._running.pop(task, None)
+        if self._changes:
+            self._compare_changes()
         self._arrive_all(running)
         self._numbers(running)
         self._keep_stacks()
@@ -822,7 +848,14 @@ class Recorder:
             return
         values = samples.read_samples(list(chain.from_iterable(one.raw for one in changes)))
         for i, one in enumerate(changes):
-            self._judge_hook(one, *values[3 * i : 3 * i + 3])
+            then, now, alike = values[3 * i : 3 * i + 3]
+            known = self.parameters.get(one.key)
+            if known is None:  # the program has let the parameter go since
+                continue
+            is_alike = bool(alike[0])
+            is_same = bool(np.array_equal(then, now, equal_nan=True))
+            if not (is_same and (is_alike or not known.is_changed)):
+                self._judge_hook(one.record, one.key, then, now, is_alike=is_alike, times=one.times)
 
     def _finish(self, running: ActivePass) -> None:
         self.passes_seen += 1
@@ -921,11 +954,7 @@ class Recorder:
 
     def _points(self) -> Points:
         """Return a checksum of each parameter's values, or its version where they lie on a device."""
-        found = ((key, known.reference()) for key, known in self.parameters.items())
-        # a frozen copy may follow the trained ones
-        points = self._points_of.now(
-            {key: p for key, p in found if p is not None and p.requires_grad}, self.steps_seen
-        )
+        points = self._points_of.now(self._trained(), self.steps_seen)
         if self._points_of.has_versions_alone:
             said = (
                 "parameters lie on a device, or have no memory in a row: writes to them through"
@@ -1118,66 +1147,135 @@ class Recorder:
     def _raw(self, known: TrackedParameter, gradient: torch.Tensor | None) -> None:
         known.raw = None
         # a function of one's own may return None for an input that requires a gradient
-        if gradient is not None and gradient.layout == torch.strided:
-            known.raw = samples.sample(gradient.detach(), whole=True), _some_of(gradient)
+        if gradient is None or gradient.layout != torch.strided:
+            return
+        own = gradient.detach()
+        some = some_of(own)
+        whole = self._full()
+        is_read = isinstance(some, np.ndarray)
+        # hooks that return another tensor leave what came as it was, which is compared itself: to
+        # sample both reads each of them several times
+        is_held = whole and is_read and not known.keeps_memory
+        is_sampled = _is_distributed() or not is_read or (whole and not is_held)
+        known.raw = BeforeHooks(
+            own if is_held else None,
+            some,
+            samples.sample(own, whole=whole) if is_sampled else None,
+            own.data_ptr() if is_read else 0,
+        )
 
     @_guarded(SUMS)
     def _hooked(self, key: int, known: TrackedParameter, gradient: torch.Tensor | None) -> None:
-        """Compare the factors by which the program's hooks change a gradient with those of the last
-        pass.
-        """
+        """Note what the program's hooks have made of a gradient."""
         raw = known.raw
         known.raw = None
         running = self.running()
         if raw is None or gradient is None or gradient.layout != torch.strided or running is None:
             return
-        # ratios of all elements, kept from pass to pass, would take the memory of the parameters
-        last = known.ratio
-        known.ratio = torch.where(raw[1] != 0, _some_of(gradient) / raw[1], torch.nan)
-        now = samples.sample(gradient.detach(), whole=True)
+        own = gradient.detach()
+        some = some_of(own)
+        sampled = None
+        if raw.sampled is not None:
+            sampled = raw.sampled, samples.sample(own, whole=self._full())
         parameter = known.reference()
         hooks = () if parameter is None else (parameter._backward_hooks or {}).values()
-        # of a lambda, each time that it is made is another object of the same code
-        counts = Counter(id(getattr(h, "__code__", h)) for h in hooks)
-        one = HookedGradient(
+        times = most_alike(hooks, len(known.hooks or ()))
+        if isinstance(some, torch.Tensor) or isinstance(raw.some, torch.Tensor):
+            self._hooked_on_device(key, known, raw.some, some, sampled, running.record, times)
+            return
+        known.keeps_memory = raw.address == own.data_ptr()
+        # what was written in place may have been written to where no element was looked at
+        is_other = raw.gradient is not None and (
+            known.keeps_memory or not samples.are_equal(raw.gradient, own)
+        )
+        if key in self._changes:  # another pass inside of this one
+            self._compare_changes()
+        self._changes[key] = Change(
             key,
             running.record,
-            raw[0],
-            now,
-            _are_alike(known.ratio, last),
-            max(counts.values(), default=0),
+            raw.some,
+            some,
+            sampled,
+            times,
+            is_other,
         )
-        if isinstance(one.then, np.ndarray) and isinstance(one.now, np.ndarray):
-            self._judge_hook(one, *samples.read_samples(one.raw))
-        else:
-            running.record.unread_hooks.append(one)
 
-    def _judge_hook(self, one: HookedGradient, then: Vector, now: Vector, alike: Vector) -> None:
-        """Note by what the program's hooks have changed a gradient, if by anything so far.
+    def _hooked_on_device(
+        self,
+        key: int,
+        known: TrackedParameter,
+        before: Some,
+        after: Some,
+        sampled: tuple[Raw, Raw] | None,
+        record: PassRecord,
+        times: int,
+    ) -> None:
+        """Compare what a device has, which is read at the step."""
+        last = known.ratio
+        ratio = ratio_on_device(torch.as_tensor(after), torch.as_tensor(before))
+        known.ratio = ratio
+        if sampled is not None:
+            then, now = sampled
+            one = HookedGradient(key, record, then, now, are_alike_on_device(ratio, last), times)
+            record.unread_hooks.append(one)
+
+    @_guarded(SUMS)
+    def _compare_changes(self) -> None:
+        """Compare the factors by which the program's hooks change gradients with those of the last
+        pass.
+        """
+        changes = self._changes
+        self._changes = {}
+        last = dict[int, Vector]()
+        for key in changes:
+            known = self.parameters.get(key)
+            if known is not None and isinstance(known.ratio, np.ndarray):
+                last[key] = known.ratio
+        for found in compare_together(changes.values(), last):
+            known = self.parameters.get(found.change.key)
+            if known is None:  # the program has let the parameter go since
+                continue
+            # ratios of all elements, kept from pass to pass, would take the memory of the
+            # parameters
+            known.ratio = found.ratio
+            if not (found.is_same and (found.is_alike or not known.is_changed)):
+                one = found.change
+                then, now = found.vectors()
+                self._judge_hook(
+                    one.record, one.key, then, now, is_alike=found.is_alike, times=one.times
+                )
+
+    def _judge_hook(
+        self,
+        record: PassRecord,
+        key: int,
+        then: Vector,
+        now: Vector,
+        *,
+        is_alike: bool,
+        times: int,
+    ) -> None:
+        """Note by what the program's hooks have changed a gradient.
 
         Args:
-            one: the gradient.
-            then: a sample of it before the hooks.
+            record: of the pass.
+            key: of the parameter.
+            then: a sample of the gradient before the hooks.
             now: the same after them.
-            alike: whether the factors are those of the last pass: 1 or 0.
+            is_alike: whether the factors are those of the last pass.
+            times: how often one of the hooks is on the parameter.
         """
-        known = self.parameters.get(one.key)
-        if known is None:  # the program has let the parameter go since
-            return
-        unchanged = bool(np.array_equal(then, now, equal_nan=True))
-        fixed = bool(alike[0]) or not known.is_changed
-        if fixed and unchanged:
-            return
+        known = self.parameters[key]
+        fixed = is_alike or not known.is_changed
         known.is_changed = True
-        record = one.record
-        record.hooked[one.key] = fixed
+        record.hooked[key] = fixed
         if _is_distributed():
-            record.raw[one.key] = then
-        if 0 < known.times < one.times:
-            record.again.add(one.key)
-        known.times = one.times
+            record.raw[key] = then
+        if 0 < known.times < times:
+            record.again.add(key)
+        known.times = times
         if (found := factor(now, then, 1e-3)) is not None:
-            record.factors[one.key] = found
+            record.factors[key] = found
 
     def _forget_dead(self) -> None:
         dead = [
@@ -1464,7 +1562,7 @@ class Recorder:
             step.values = self._values(self.parameters)
 
 
-def _written(roots: Sequence[Any], line: str) -> Written | None:
+def _written(roots: Sequence[Any], line: str, unmoved: Callable[[], Set[int]]) -> Written | None:
     """Return what a pass that begins reads and that was written since the forward.
 
     Nothing is asked of a device, which would have to be waited for.
@@ -1472,6 +1570,7 @@ def _written(roots: Sequence[Any], line: str) -> Written | None:
     Args:
         roots: of the pass.
         line: of its backward.
+        unmoved: returns the ids of the parameters that are what they were at the forward.
     """
     tensors = [root for root in roots if isinstance(root, torch.Tensor)]
     if any(map(samples.is_on_device, tensors)):
@@ -1482,7 +1581,7 @@ def _written(roots: Sequence[Any], line: str) -> Written | None:
         found = None if roots[0]._version else rewritten_loss(roots[0])
         if found is not None and is_written_loss(line):
             found = None
-        found = found or rewritten_outside(roots[0])
+        found = found or rewritten_outside(roots[0], unmoved)
         # under a mode of the program's, operations may give something else than they do here
         if found is not None and _modes_of_program():
             found = None
@@ -1497,32 +1596,6 @@ def _modes_of_program() -> list[Any]:
     modes = live_instances(TorchDispatchMode, TorchFunctionMode)
     own = ("torch.", __name__.partition(".")[0])
     return [one for one in modes if not type(one).__module__.startswith(own)]
-
-
-def _are_alike(ratio: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
-    """Return whether factors of elements are those of the last pass, as a number where they lie."""
-    if last is None or last.shape != ratio.shape:
-        return ratio.new_ones(1)
-    rounding = 1e-3 if ratio.element_size() > 2 else 2e-2
-    # without a mask, which would wait for a device
-    unknown = ratio.isnan() | last.isnan()
-    alike = unknown | torch.isclose(ratio, last, rtol=rounding)
-    return alike.all().reshape(1).to(ratio.dtype)
-
-
-MOST_RATIOS = 1024
-"""Elements of a gradient that tell by what hooks multiply it."""
-
-
-def _some_of(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a copy of some elements of a gradient, in the order in which they lie."""
-    number = gradient.numel()
-    in_a_row = gradient.is_contiguous() or (
-        gradient.dim() == 4 and gradient.is_contiguous(memory_format=torch.channels_last)
-    )
-    found = gradient.detach()
-    flat = found.as_strided((number,), (1,)) if in_a_row else found.reshape(-1)
-    return flat[:: max(1, number // MOST_RATIOS)][:MOST_RATIOS].clone()
 
 
 def _is_same(known: TrackedParameter, gradient: torch.Tensor) -> bool:

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcheck_suite.auditing.events import BY_HAND, FREE, NONE, Column, PassRecord, StepRecord
+from gradcheck_suite.auditing.masks import MaskedElements
 from gradcheck_suite.auditing.places import Place
 from gradcheck_suite.auditing.vectors import (
     ELEMENTS,
@@ -169,6 +170,20 @@ class RankSplit:
     is_reduced: bool
 
 
+@dataclass(frozen=True)
+class LeftOfLast:
+    """What an edit has left of a `.grad` that is left of the last pass of a window alone.
+
+    Attributes:
+        varies: whether other elements were left in earlier windows.
+        is_written: whether the program wrote to the gradient between the passes, too, and left all
+            elements.
+    """
+
+    varies: bool
+    is_written: bool
+
+
 class State(NamedTuple):
     """What stands in one parameter's `.grad` on one rank.
 
@@ -270,6 +285,8 @@ class StepWindow:
             pass.
         masked: parameters of whose `.grad` elements were set to 0 between passes -> whether the same
             ones each time: whether none of these stands there after another pass of the window.
+        left_of_last: parameters of whose `.grad` an edit after the last pass has left what that pass
+            has reached, and nothing else.
     """
 
     optimizer: int
@@ -298,6 +315,7 @@ class StepWindow:
     edits_slightly: bool = False
     factor_of_most: float | None = None
     masked: Mapping[int, bool] = field(default_factory=dict)
+    left_of_last: Mapping[int, LeftOfLast] = field(default_factory=dict)
 
     @property
     def where(self) -> Place:
@@ -696,14 +714,12 @@ class Replay:
         state = self._states[rank][key]
         now = now[:ELEMENTS]
         then = state.sample[:ELEMENTS]
-        is_other = now != then
-        zeroed = is_other & (now == 0)
-        is_mask = zeroed.any() and not (is_other & (now != 0)).any() and now.any()
-        if is_mask:
+        elements = MaskedElements.of(then, now)
+        if elements.is_mask:
             sums = np.cumsum(self._arrivals_in(rank, key, state.coefficients), axis=0)
             stood = sums[:-1].any(axis=0)
-            self._zeroed[rank, key] = zeroed, bool((zeroed & stood).any())
-        return bool(is_mask)
+            self._zeroed[rank, key] = elements.zeroed, bool((elements.zeroed & stood).any())
+        return elements.is_mask
 
     def _arrivals_in(self, rank: int, key: int, passes: Coefficients) -> Vector:
         """Return (passes, elements), what some passes have brought to a parameter, in their order."""
@@ -718,7 +734,7 @@ class Replay:
         for rank, step in enumerate(steps):
             for key, told in arrays_only(step.masked).items():
                 if _is_masked(told):
-                    _, returns, _ = told
+                    returns = told[1]
                     found[key] = found.get(key, True) and not returns
             for key, now in arrays_only(step.gradients).items():
                 zeroed, returned = self._zeroed.pop((rank, key), (ZERO, False))
@@ -883,6 +899,7 @@ class Replay:
         window = self._window(first, split, is_of_copies=is_of_copies)
         window.unclipped = self._before_clipping(first)
         window.masked = self._masked_in(steps)
+        window.left_of_last = _left_of_last(first)
         self._fill(window, explained)
         window.misplaced = (
             self._misplaced_copies if is_of_copies else self._misplaced(window.passes, explained)
@@ -953,10 +970,11 @@ class Replay:
     ) -> Mapping[int, int]:
         """Return the parameters whose `.grad` is what has arrived at another one in all passes.
 
-        Several must have exchanged theirs: a single one may be like another by itself.
+        Several have exchanged theirs, or some have a copy: a multiple of another one's may be the
+        program's own.
         """
         edited = {key: one.now for key, one in found.items() if one.event == EDITED}
-        sums = self._arrived_in_all(passes, edited)
+        sums = self._arrived_in_all(passes, found if edited else ())
         of = dict[int, int]()
         for key, now in edited.items():
             alike = [
@@ -967,7 +985,19 @@ class Replay:
             ]
             if len(alike) == 1 and alike[0] != key:
                 of[key] = alike[0]
-        return of if len(of) > 1 and len({*of.values()}) == len(of) else {}
+        if len(of) > 1 and len({*of.values()}) == len(of):
+            return of
+        return {
+            key: other
+            for key, other in of.items()
+            if other in found
+            and other not in edited
+            and near(
+                factor(edited[key], sums[other], 10 * self.tolerance(key)) or 0.0,
+                1.0,
+                self.tolerance(key),
+            )
+        }
 
     def _of_parameters(self, step: StepRecord) -> StepRecord:
         """Return a step on copies as one on the parameters that they stand for."""
@@ -1115,6 +1145,10 @@ class Replay:
             return
         window.coefficients = kept
         _set_edit(window, factors, common, off)
+        if window.factor != 1.0:
+            # no fit of rounded elements tells a factor better than one of them is rounded
+            rounding = (UNIT_ROUNDOFF[self._dtype(key)] for key in factors)
+            window.factor_error = max(window.factor_error, max(rounding, default=0.0))
         if window.edit == FREE:
             window.factor_of_most = self._factor_of_most(found)
 
@@ -1139,6 +1173,10 @@ class Replay:
             key: states[key].coefficients if one.event in UNEXPLAINED else one.coefficients
             for key, one in found.items()
         }
+        for key, one in found.items():
+            # what a program has written there in place of an earlier step's is not known
+            if one.event == NOT_FINITE and self._is_by_hand_alone(window, key):
+                kept[key] = {}
         edited = {key: one for key, one in found.items() if one.event == EDITED}
         if self._still_stands(edited):
             return kept
@@ -1146,6 +1184,13 @@ class Replay:
         for key in edited:
             kept[key] = {s: c for s, c in kept[key].items() if s[1] >= window.before}
         return kept
+
+    def _is_by_hand_alone(self, window: StepWindow, key: int) -> bool:
+        """Return whether no pass of a window has arrived in a `.grad`, and results of
+        `torch.autograd.grad` may have been put there.
+        """
+        of_window = [s for s in self._states[0][key].coefficients if s[1] in window.passes]
+        return not of_window and any(self._result(0, i, key) is not None for i in window.passes)
 
     def _off(self, factors: Mapping[int, float | None], common: float) -> list[int]:
         """Return the parameters that have another factor than the common one, or none."""
@@ -1507,9 +1552,19 @@ def _are_equal(own: Mapping[int, Vector], other: Mapping[int, Vector]) -> bool:
     return own.keys() == other.keys() and all(map(np.array_equal, own.values(), other.values()))
 
 
+def _left_of_last(step: StepRecord) -> dict[int, LeftOfLast]:
+    """Return the parameters of whose `.grad` nothing is left but what the last pass has reached."""
+    found = dict[int, LeftOfLast]()
+    for key, told in arrays_only(step.masked).items():
+        is_zeroed, _, has_other, is_of_last, varies, is_written = map(bool, told)
+        if is_of_last:
+            found[key] = LeftOfLast(varies, is_written and not is_zeroed and not has_other)
+    return found
+
+
 def _is_masked(told: Vector) -> bool:
     """Return whether elements of a `.grad` were set to 0 between passes, and none to something else."""
-    is_zeroed, _, has_other = told
+    is_zeroed, _, has_other, *_ = told
     return bool(is_zeroed) and not has_other
 
 

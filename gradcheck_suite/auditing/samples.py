@@ -433,19 +433,48 @@ def _flat(tensor: torch.Tensor, spot: _Spot) -> npt.NDArray[Any]:
     return _flat(copy, spot).copy()  # before the copy is let go of
 
 
+@lru_cache(maxsize=256)
+def _places_of_some(
+    number: int, step: int, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> npt.NDArray[np.intp]:
+    """Return where every so many-th element of a tensor lies, from the first one on."""
+    indices = np.unravel_index(np.arange(0, number, step), shape)
+    found: npt.NDArray[np.intp] = np.tensordot(strides, np.stack(indices), 1)
+    return found
+
+
 def some_of(tensor: torch.Tensor, most: int) -> Any | None:
     """Return a copy of at most so many elements of a tensor, as an array or where it lies on a device,
     None where it has no memory.
     """
-    step = max(1, -(-tensor.numel() // most))
+    number = tensor.numel()
+    step = max(1, -(-number // most))
     step = step + (step > 1 and step % 2 == 0)
     spot = _spot(tensor)
+    if spot is not None and spot.strides:
+        # a copy of all would take the memory of the gradient
+        places = _places_of_some(number, step, spot.shape, spot.strides)
+        return _numbers(_memory(spot.dtype)[spot.first + places])
     if spot is not None:
         return _numbers(_flat(tensor, spot)[::step]).copy()
     if not _can_be_gathered(tensor):
         return None
     with torch.no_grad():
         return tensor.detach().reshape(-1)[::step].clone()
+
+
+def are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether all elements of two tensors in the memory of the process are equal, NaN to NaN."""
+    first = _spot(one)
+    second = _spot(other)
+    if first is None or second is None or first.strides or second.strides:
+        return torch.equal(one, other)
+    then = _numbers(_flat(one, first))
+    now = _numbers(_flat(other, second))
+    if then.shape != now.shape:
+        return False
+    is_same = then == now
+    return bool(is_same.all() or (is_same | (np.isnan(then) & np.isnan(now))).all())
 
 
 def _can_be_gathered(tensor: torch.Tensor) -> bool:
@@ -543,6 +572,18 @@ def fingerprint(tensor: torch.Tensor) -> Fingerprint:
         return 0
     memory: Any = (ctypes.c_char * size).from_address(plain.data_ptr())
     return zlib.crc32(memory)
+
+
+def fingerprint_in_place(tensor: torch.Tensor) -> Fingerprint:
+    """Return what tells whether any value of a tensor has changed, compared with one of the same
+    tensor alone: the elements are read in the order in which they lie, so that none is copied.
+    """
+    if tensor.layout != torch.strided or tensor.is_contiguous() or tensor.is_nested:
+        return fingerprint(tensor)
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=strides.__getitem__, reverse=True)
+    in_a_row = tensor.detach().permute(order)
+    return fingerprint(in_a_row if in_a_row.is_contiguous() else tensor)
 
 
 def is_same_fingerprint(then: Fingerprint, now: Fingerprint) -> bool:

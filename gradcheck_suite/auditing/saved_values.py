@@ -27,7 +27,7 @@ from gradcheck_suite.auditing import samples
 from gradcheck_suite.auditing.samples import (
     BatchedSampler,
     Fingerprint,
-    fingerprint,
+    fingerprint_in_place,
     is_plain,
     is_same_fingerprint,
 )
@@ -140,7 +140,7 @@ def _marks(tensors: Sequence[torch.Tensor]) -> list[Fingerprint]:
     }
     some = [tensor for i, tensor in enumerate(tensors) if i not in whole]
     sampled = iter(BatchedSampler().taken(some, whole=False)[0] if some else ())
-    return [fingerprint(t) if i in whole else next(sampled) for i, t in enumerate(tensors)]
+    return [fingerprint_in_place(t) if i in whole else next(sampled) for i, t in enumerate(tensors)]
 
 
 def _memory(tensor: torch.Tensor) -> int:
@@ -224,6 +224,9 @@ def _named(saved: Saved, noted: Noted) -> Written | None:
             return Written("changed-batch", f"buffer {name} was written {reads}")
     if where in noted.inputs:
         return None
+    leaves = (node.variable for node in nodes_from([saved.node]) if is_leaf(node))
+    if any(_memory(leaf) == where for leaf in leaves):
+        return Written("stale-parameters", f"a parameter outside of {of} was written {reads}")
     return Written(
         "changed-batch", f"a tensor that {of} was given or has computed was written {reads}"
     )

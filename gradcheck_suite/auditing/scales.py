@@ -869,8 +869,13 @@ def _is_running_count(e: E) -> Seen:
     """Ask whether what is added up is divided by a count that is never reset: of all windows so far,
     in each of them.
     """
-    uses = e.run.uses
-    return _divided_by_numbers(e, [float(total) for total in np.cumsum([u.items for u in uses])])
+    counts = [use.objective.counts for use in e.run.uses]
+    for name in sorted(set.intersection(*map(set, counts))):
+        of_windows = [float(sum(of[name])) for of in counts]
+        found = _divided_by_numbers(e, list(map(float, np.cumsum(of_windows))), of_windows)
+        if found is not None:
+            return found
+    return None
 
 
 def _is_count_of_last(e: E) -> Seen:
@@ -885,27 +890,30 @@ def _is_count_of_last(e: E) -> Seen:
             continue
         # a mean of each that is made by hand has equal counts
         is_mean = _is_proportional(lasts, [sum(of[name]) for of in counts])
-        found = None if is_mean else _divided_by_numbers(e, lasts)
+        found = None if is_mean else _divided_by_numbers(e, lasts, [sum(of[name]) for of in counts])
         if found is not None:
             return found
     return None
 
 
-def _divided_by_numbers(e: E, numbers: Sequence[float]) -> Seen:
-    """Ask whether an item of each window weighs one over a number of it: the loss is divided by it, or
-    `.grad` after the last pass.
+def _divided_by_numbers(e: E, numbers: Sequence[float], counts: Sequence[float]) -> Seen:
+    """Ask whether an item of each window weighs one over a number of it, and not over its count: the
+    loss is divided by it, or `.grad` after the last pass.
     """
     uses = e.run.uses
     if len(uses) < FEWEST_COUNTS or not e.run.is_whole or e.use.is_mean:
         return None
     at = next(i for i, use in enumerate(uses) if use is e.use)
-    told = {"divisor": numbers[at], "items": e.use.items}
+    items = counts[at]
+    if numbers[at] == items:
+        return None
+    told = {"divisor": numbers[at], "items": items}
     if _are_shares(uses, [1.0] * len(uses), numbers):
         return ScaleSighting(told)
     # of a window that is right with it, the factor is a part of the weights already
     factors = [1.0 if use.taken_out != 1.0 else use.window.factor or 1.0 for use in uses]
     if _are_shares(uses, factors, numbers):
-        expected = e.use.own * numbers[at] / e.use.items
+        expected = e.use.own * numbers[at] / items
         return ScaleSighting(told, expected=expected, shown_by=factors[at])
     return None
 

@@ -37,7 +37,6 @@ from gradcheck_suite.auditing.places import (
 )
 from gradcheck_suite.auditing.replay import (
     EARLIER,
-    NEGLIGIBLE,
     UNKNOWN,
     BackwardPass,
     Fit,
@@ -246,9 +245,20 @@ def _is_scaled_unequally(e: E) -> Found:
 
 
 def _is_misplaced(e: E) -> Found:
-    """Ask whether parameters have the gradients of others."""
+    """Ask whether parameters have exchanged their gradients."""
     keys = [*e.window.misplaced]
-    return Sighting(key=keys[0], keys=keys) if keys else None
+    return Sighting(key=keys[0], keys=keys) if _are_exchanged(e) else None
+
+
+def _is_copied(e: E) -> Found:
+    """Ask whether parameters have a copy of another one's gradient, which this one has, too."""
+    keys = [*e.window.misplaced]
+    return Sighting(key=keys[0], keys=keys) if keys and not _are_exchanged(e) else None
+
+
+def _are_exchanged(e: E) -> bool:
+    of = e.window.misplaced
+    return len(of) > 1 and len({*of.values()}) == len(of)
 
 
 def _is_rescaled_by_program(e: E) -> Found:
@@ -297,7 +307,7 @@ def _gone(e: E) -> Columns:
     least = max(1e-3, 4 * e.window.error) * values.max()
     there = values[values > least]
     gone = [j for j, value in zip(e.composed, values, strict=True) if value <= least]
-    is_sum = len(there) > 1 and np.ptp(there) <= 1e-2 * there.max()
+    is_sum = len(there) > 1 and np.ptp(there) <= alike_within(e.window) * there.max()
     # what was moved between is of another point, as the first one of two
     last = e.composed[-1]
     return gone if is_sum and not any(e.moved(j, last) for j in gone) else []
@@ -313,7 +323,7 @@ def _edited(e: E) -> Fit | None:
     return e.window.fit if e.window.edit == FREE else None
 
 
-def _is_hidden(fit: Fit) -> bool:
+def is_hidden(fit: Fit) -> bool:
     """Return whether passes were reset, and most of what is left over is none of theirs."""
     return bool(fit.lost) and fit.left > MOST_LEFT
 
@@ -332,7 +342,7 @@ def _is_of_copies(e: E) -> bool:
 def _is_like_by_chance(e: E) -> bool:
     """Return whether a `.grad` that looks put together from copies may be something else."""
     fit = _edited(e)
-    if fit is None or not _are_copies(e) or not _is_hidden(fit):
+    if fit is None or not _are_copies(e) or not is_hidden(fit):
         return False
     return e.history.unlike or not fit.is_plausible
 
@@ -342,7 +352,7 @@ def _is_covered(e: E) -> bool:
     fit = _edited(e)
     if fit is None or not e.lost or not fit.is_identifiable:
         return False
-    return fit.is_blank or (_is_hidden(fit) and not fit.is_plausible)
+    return fit.is_blank or (is_hidden(fit) and (e.history.unlike or not fit.is_plausible))
 
 
 def _is_too_small(e: E) -> bool:
@@ -380,6 +390,26 @@ def _is_masked_in_some(e: E) -> Found:
         return None
     some = keys if len(keys) < len(e.keys) else ()
     return Sighting(key=keys[0], keys=some, change=_masks(e))
+
+
+def _is_left_of_last(e: E) -> Found:
+    """Ask whether an edit has set to 0 what the last pass has not reached, and that is no mask of the
+    program's: it is another one in other windows, or its line has left after an earlier pass what it
+    then sets to 0.
+    """
+    left = e.window.left_of_last
+    if not left or e.window.edit != FREE:
+        return None
+    keys = [key for key, one in left.items() if one.varies]
+    change = _masks_after_last(e)
+    if not keys and change is not None:
+        between = _masks(e)
+        is_one_line = between is not None and between.lines == change.lines
+        keys = [key for key, one in left.items() if one.is_written and is_one_line]
+    if not keys:
+        return None
+    some = keys if len(keys) < len(e.keys) else ()
+    return Sighting(key=keys[0], keys=some, change=change)
 
 
 def _is_masked(e: E) -> Found:
@@ -648,9 +678,8 @@ def _has_only_last(e: E) -> Found:
 
 def _missing(e: E) -> Sighting:
     """Return in which parameters passes are missing, and what has reset them."""
-    of_lost = e.reached[:, e.lost]
-    missing = of_lost & ~(np.abs(e.coefficients[:, e.lost]) >= NEGLIGIBLE)
-    is_whole = bool((missing == of_lost).all())
+    missing = e.missing[:, e.lost]
+    is_whole = bool((missing == e.reached[:, e.lost]).all())
     hit = [e.keys[int(k)] for k in np.flatnonzero(missing.any(1))]
     return Sighting(keys=() if is_whole else hit, change=where_reset(e, e.lost))
 
@@ -665,13 +694,12 @@ def _first_off(e: E) -> int:
 
 def _is_lost_in_some(e: E) -> Mask:
     """Return (rows, columns), where a pass is missing that is there in other parameters."""
-    missing: Mask = e.off & (np.abs(e.coefficients) < NEGLIGIBLE)
-    return missing
+    return e.off & e.missing
 
 
 def _lost_columns(e: E) -> Columns:
     """Return the required passes that are missing in some parameters."""
-    is_missing = in_any_row(e.reached & (np.abs(e.coefficients) < NEGLIGIBLE))
+    is_missing = in_any_row(e.missing)
     return [j for j in e.required if is_missing[j]]
 
 
@@ -862,6 +890,20 @@ def _masks(e: E) -> Change | None:
     )
 
 
+def _masks_after_last(e: E) -> Change | None:
+    """Return where elements of a `.grad` may have been set to 0 after the last pass."""
+    last = e.record(len(e.indices) - 1)
+    step = e.window.step.place
+    lines = lines_between(
+        is_mask,
+        last.place,
+        step,
+        step,
+        same_loop=False,
+    )
+    return Change("edit", lines) if len(lines) == 1 else None
+
+
 def _is_clipping(e: E) -> bool:
     """Return whether clipping is all that may have changed `.grad` between the passes."""
     edits = _edits(e)
@@ -898,6 +940,19 @@ def _between(
 
 
 # What the losses weigh with the coefficients of their passes.
+
+
+def alike_within(window: StepWindow) -> float:
+    """Return by how much coefficients that a program has put together may differ where they are one
+    number.
+
+    In low precision a sum rounds each of its terms.
+    """
+    return max(1e-2, min(window.error, ROUGHLY))
+
+
+ROUGHLY = 5e-2
+"""Difference of coefficients from which on they are a program's own, however badly they are known."""
 
 
 def weigh_one(window: StepWindow, coefficients: Mapping[Source, float]) -> bool:
@@ -1267,6 +1322,13 @@ _WHOLE = in_order(
         "parameters have exchanged their gradients: what arrived at each of them in the backward"
         " passes is in the `.grad` of another one",
     ),
+    Rule[E](
+        "copied",
+        "misplaced-gradient",
+        _is_copied,
+        "`.grad` is what arrived at another parameter in the backward passes, and has nothing of its"
+        " own",
+    ),
     _rescaled("rescaled by the program", _is_rescaled_by_program),
     Rule[E]("fitted", "composed-gradient", _is_fitted, is_silent=True),
     Rule[E](
@@ -1275,6 +1337,13 @@ _WHOLE = in_order(
         _is_masked_in_some,
         "elements of `.grad` are set to 0 after a backward pass of the window and not after each of"
         " them, so that they lack micro-batches",
+    ),
+    Rule[E](
+        "left of the last",
+        "reset-inside-window",
+        _is_left_of_last,
+        "what the last backward pass of the window has not reached is set to 0 in `.grad`, so that"
+        " these elements lack the micro-batches before it",
     ),
     _clipped("clipped between", _is_clipped_between),
     _changed("edited between", _is_edited_between),

@@ -43,6 +43,10 @@ DECLARE = (
     "declare it with `loss = gradcheck_suite.objective(loss, count=n)`, n being what its mean"
     " divides by"
 )
+OF_GIVEN = (
+    "see that the forward which the given gradient was computed from had the same parameters and"
+    " random numbers as this one; `--without weights` judges the rest alone"
+)
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,8 @@ class WindowReadings:
         readings: the weights, with the factor by which `.grad` was multiplied after the last pass,
             and without it, where there is one: it may be a part of the loss (a mean over K at the
             end) or none (clipping).
+        factor: this factor; 1 where there is none.
+        read: reads the weights with a factor after the last pass.
         kept: where the program has put `.grad` together from what it kept, each kept gradient as a
             window of its own.
         scaled: whether a common factor of the weights matters: it does not where the gradient is
@@ -65,6 +71,7 @@ class WindowReadings:
     coefficients: Mapping[Source, float]
     readings: Sequence[Reading]
     factor: float
+    read: Callable[[float], Reading]
     kept: Sequence[WindowReadings] = ()
     scaled: bool = True
 
@@ -72,6 +79,16 @@ class WindowReadings:
     def length(self) -> int:
         """The number of passes that are in `.grad`."""
         return len({index for _, index in self.coefficients})
+
+    @property
+    def factor_error(self) -> float:
+        """Relative, of the factor, as it was measured."""
+        return 0.0 if self.factor == 1.0 else self.window.factor_error
+
+    def with_factor(self, factor: float) -> WindowReadings:
+        """Return the window with another factor after its last pass."""
+        readings = [self.read(factor), *self.readings[1:]]
+        return replace(self, factor=factor, readings=readings)
 
     @property
     def places(self) -> set[Place]:
@@ -149,6 +166,7 @@ def judge_weights(
         name_of: the name of a parameter.
     """
     result = WeightVerdict()
+    pending = _with_known_factors(pending, (typical_k, ranks))
     found_in = _objectives(pending, (typical_k, ranks))
     uses = ObjectiveUses()
     for one, found in zip(pending, found_in, strict=True):
@@ -221,6 +239,43 @@ def _objectives(
     return [_objectives_of(one, modes, divisors, across_sites, taken_out) for one in pending]
 
 
+def _with_known_factors(
+    pending: Sequence[WindowReadings], divisors: Sequence[int | None]
+) -> Sequence[WindowReadings]:
+    """Return windows with the factor after their last pass as it is, where rounding hides its digits.
+
+    In 16 bits each element of `.grad` is rounded when it is divided. Clipping makes no `.grad` of
+    every window one over a number of that window.
+    """
+    if len(pending) < FEWEST_FACTORS or all(one.factor_error <= SHARE for one in pending):
+        return pending
+    numbers = [_numbers_of(one, divisors) for one in pending]
+    for name in sorted(set.intersection(*map(set, numbers)), key=str):
+        shares = [1 / of[name] if of[name] else 0.0 for of in numbers]
+        pairs = list(zip(pending, shares, strict=True))
+        if all(near(one.factor, share, max(SHARE, one.factor_error)) for one, share in pairs):
+            return [one.with_factor(share) for one, share in pairs]
+    return pending
+
+
+def _numbers_of(one: WindowReadings, divisors: Sequence[int | None]) -> Mapping[Key, float]:
+    """Return what a program may divide the `.grad` of a window by: the number of its passes or of
+    those of other windows, of ranks, or of what its losses count.
+    """
+    found: dict[Key, float] = {("passes",): one.length}
+    found |= {("usual", place): float(number) for place, number in enumerate(divisors) if number}
+    for objective in reading_weights.objectives(one.readings[-1], {}):
+        for name, counts in objective.counts.items():
+            found["sum", objective.key[1:], name] = sum(counts)
+    return found
+
+
+SHARE = 1e-5
+"""Relative error of a factor up to which one window tells what it is one over."""
+FEWEST_FACTORS = 2
+"""Windows from which on factors that are known badly tell it together: one may be chance."""
+
+
 def _judge_losses(one: WindowReadings, result: WeightVerdict) -> bool:
     """Judge losses whose weights say nothing, such as one that goes backward twice.
 
@@ -259,8 +314,8 @@ def _objectives_of(
     # clipping, which is no weight
     shares = {1 / (divisor or one.length) for divisor in (one.length, *divisors)} - {1.0}
     totals = set(chain.from_iterable(objective.coefficients.values() for objective in found[0]))
-    is_part = any(near(one.factor, share, 1e-5) for share in shares.union(taken_out))
-    is_divided_again = any(near(*pair, 1e-5) for pair in product(totals, shares))
+    is_part = any(near(one.factor, share, SHARE) for share in shares.union(taken_out))
+    is_divided_again = any(near(*pair, SHARE) for pair in product(totals, shares))
     takes_out = len(found) > 1 and any(map(_weighs_one, found[0]))
     is_weight = is_part or is_divided_again or takes_out or _are_right(found[0])
     return found[0] if is_weight else found[-1]
@@ -395,7 +450,7 @@ def _note_unknown(
     for record in records.values():
         for term in record.terms:
             if term.opaque:
-                remedy = DECLARE if term.expression[0] != "given" else ""
+                remedy = OF_GIVEN if term.expression[0] == "given" else DECLARE
                 place = str(record.place)
                 one_loss = Unknown(
                     "weights",

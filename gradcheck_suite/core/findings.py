@@ -143,6 +143,11 @@ _ROWS = (
     _note("hook-factor", "a hook multiplies what arrives at parameters"),
     _note("module-hook", "a backward hook on a module changes the gradient"),
     _finding(
+        "packed-tensors",
+        "hooks on saved tensors unpack other values than they have packed",
+        "pack what is saved in as many bits as it has, where its exact gradient is meant",
+    ),
+    _finding(
         "mixed-modes",
         "a module changed its mode inside of a window",
         "call model.train() after every evaluation; whether the gradient depends on it is judged in"

@@ -287,9 +287,12 @@ def diagnose_elements(
     if one := shifted(comparison):
         return one
     faults: dict[str, dict[str, Diagnosis]] = {}
+    # of several parameters with one wrong element each, that all the others are right is no chance
+    is_alone = sum(np.count_nonzero(part_of(comparison, name)[-1]) for name in wrong) == 1
     lost = projected(comparison, wrong, parameters)
     for name in wrong:
-        found = {one.name: one for one in _faults(comparison, name, by_weights.get(name))}
+        each_fault = _faults(comparison, name, by_weights.get(name), is_alone=is_alone)
+        found = {one.name: one for one in each_fault}
         if name in lost:
             found["projected-gradient"] = Diagnosis("projected-gradient", lost[name])
         if some_unread and "no-gradient" in found:
@@ -338,8 +341,17 @@ def place_of_the_fault(comparison: Comparison) -> str:
     return f"wrong in {', '.join(counts)}{more}{ending}"
 
 
-def _faults(comparison: Comparison, name: str, weights: Diagnosis | None) -> Iterator[Diagnosis]:
-    """Yield the faults that fit one parameter. An element that rounding may hide is no evidence."""
+def _faults(
+    comparison: Comparison, name: str, weights: Diagnosis | None, *, is_alone: bool
+) -> Iterator[Diagnosis]:
+    """Yield the faults that fit one parameter. An element that rounding may hide is no evidence.
+
+    Args:
+        comparison: the wrong gradient compared with the right one.
+        name: of the parameter.
+        weights: what the weights of its micro-batches say, if they say anything.
+        is_alone: whether one element is wrong of all parameters.
+    """
     expected, observed, allowed, off = part_of(comparison, name)
     seen = np.abs(observed) > allowed
     there = np.abs(expected) > allowed
@@ -376,7 +388,7 @@ def _faults(comparison: Comparison, name: str, weights: Diagnosis | None) -> Ite
             " they are quantised"
         )
         yield Diagnosis("low-precision", text)
-    elif is_placed and _is_cut_or_scaled(expected, observed, allowed, off):
+    elif is_placed and (not is_alone or _is_cut_or_scaled(expected, observed, allowed, off)):
         yield Diagnosis("partial-gradient", _partial_text(name, expected, observed, allowed, off))
     elif form := format_of(expected, observed):
         yield Diagnosis(
@@ -390,12 +402,10 @@ def _faults(comparison: Comparison, name: str, weights: Diagnosis | None) -> Ite
 def _is_cut_or_scaled(
     expected: Array, observed: Array, allowed: Array, off: npt.NDArray[np.bool_]
 ) -> bool:
-    """Whether wrong elements are 0, cut, or have one factor: a single one has any factor."""
+    """Whether a single wrong element is 0, or has a factor that is no coincidence."""
     seen = observed[off]
     due = expected[off]
     if within(seen, 0, allowed[off]):
-        return True
-    if np.count_nonzero(off) > 1:
         return True
     ratio = float(seen[0] / due[0]) if due[0] else math.inf
     return any(abs(ratio - factor) <= 1e-9 for factor in PLAIN_FACTORS)

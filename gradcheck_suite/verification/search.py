@@ -487,6 +487,8 @@ def more_specific(first: Violation, smallest: Violation) -> Violation:
     if smallest.refutes_weights and is_of_weights(first.diagnosis):
         return smallest  # a name is held to the case that is shown
     by_chance = is_of_weights(smallest.diagnosis)
+    if _is_contradicted(first.diagnosis, smallest):
+        return replace(smallest, diagnosis=UNNAMED) if by_chance else smallest
     if (
         is_general(first.kind, first.diagnosis)
         and not by_chance
@@ -500,6 +502,17 @@ def more_specific(first: Violation, smallest: Violation) -> Violation:
         explanation=with_note(first.explanation, f"named on a larger case, {first.case.plan!r}"),
         details=(*smallest.details, note),
     )
+
+
+UNNAMED = "unrecognised-weights"
+"""The name of weights that fit no fault."""
+
+
+def _is_contradicted(diagnosis: str, shown: Violation) -> bool:
+    """Return whether a case shows weights that a name rules out: nothing is in the gradient, and
+    something is.
+    """
+    return diagnosis == "no-gradient" and any(row.count and row.observed for row in shown.weights)
 
 
 # The search.

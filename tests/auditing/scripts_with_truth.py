@@ -493,5 +493,346 @@ for step in range(8):
     if step < 4:
         emb.zero_grad()
 """,
+    "by_hand_diverges": """
+# TRUTH faulty dropped-micro-batch line 10 (the second result is never added; at last nothing is finite)
+import torch
+torch.manual_seed(0)
+net = torch.nn.Linear(4, 3)
+opt = torch.optim.SGD(net.parameters(), lr=1e3)
+for step in range(8):
+    added = [torch.zeros_like(p) for p in net.parameters()]
+    opt.zero_grad()
+    for micro in range(2):
+        loss = net(torch.randn(4, 4)).pow(4).mean() / 2
+        found = torch.autograd.grad(loss, list(net.parameters()))
+        if micro == 0:
+            added = [a + g for a, g in zip(added, found)]
+    for p, a in zip(net.parameters(), added):
+        p.grad = a
+    opt.step()
+""",
+    "by_hand_diverges_sound": """
+# TRUTH sound (both results are added; at last nothing is finite)
+import torch
+torch.manual_seed(0)
+net = torch.nn.Linear(4, 3)
+opt = torch.optim.SGD(net.parameters(), lr=1e3)
+for step in range(8):
+    added = [torch.zeros_like(p) for p in net.parameters()]
+    opt.zero_grad()
+    for micro in range(2):
+        loss = net(torch.randn(4, 4)).pow(4).mean() / 2
+        found = torch.autograd.grad(loss, list(net.parameters()))
+        added = [a + g for a, g in zip(added, found)]
+    for p, a in zip(net.parameters(), added):
+        p.grad = a
+    opt.step()
+""",
+    "two_optimizers_reset": """
+# TRUTH faulty reset-inside-window line 13 (both optimizers step on what one reset has left)
+import torch
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
+body = torch.optim.SGD(net[0].parameters(), lr=0.1)
+head = torch.optim.SGD(net[2].parameters(), lr=0.1)
+for step in range(5):
+    for micro in range(3):
+        out = net(torch.randn(4, 4))
+        loss = torch.nn.functional.cross_entropy(out, torch.randint(0, 3, (4,))) / 3
+        loss.backward()
+        if step == 1 and micro == 1:
+            net.zero_grad()
+    body.step()
+    head.step()
+    net.zero_grad()
+""",
+    "two_optimizers_two_points": """
+# TRUTH sound (sharpness-aware: two optimizers share one backward line at two points)
+import torch
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
+body = torch.optim.SGD(net[0].parameters(), lr=0.1)
+head = torch.optim.SGD(net[2].parameters(), lr=0.1)
+def closure(batches):
+    for x, y in batches:
+        (torch.nn.functional.cross_entropy(net(x), y) / 2).backward()
+for step in range(5):
+    batches = [(torch.randn(4, 4), torch.randint(0, 3, (4,))) for micro in range(2)]
+    by = []
+    for sign in (1, -1):
+        closure(batches)
+        by = by or [0.05 * p.grad / p.grad.norm() for p in net.parameters()]
+        for p, d in zip(net.parameters(), by):
+            p.data.add_(d, alpha=sign)
+        if sign == 1:
+            net.zero_grad()
+    body.step()
+    head.step()
+    net.zero_grad()
+""",
+    "two_optimizers_shared_line": """
+# TRUTH sound (a critic and an actor go backward in one helper, and each resets its own)
+import torch
+torch.manual_seed(0)
+shared = torch.nn.Linear(4, 6)
+actor, critic = torch.nn.Linear(6, 3), torch.nn.Linear(6, 1)
+for_critic = torch.optim.SGD([*shared.parameters(), *critic.parameters()], lr=0.1)
+for_actor = torch.optim.SGD([*shared.parameters(), *actor.parameters()], lr=0.1)
+def learn(loss, optimizer):
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+for step in range(6):
+    for micro in range(2):
+        learn(critic(torch.tanh(shared(torch.randn(4, 4)))).square().mean(), for_critic)
+    learn(actor(torch.tanh(shared(torch.randn(4, 4)))).square().mean(), for_actor)
+""",
+    "m_f2": """
+# TRUTH faulty reset-inside-window line 9 (rows not in this micro-batch lose what the first micro-batch gave them)
+import torch
+torch.manual_seed(0)
+emb = torch.nn.Embedding(6, 3)
+opt = torch.optim.SGD(emb.parameters(), lr=0.1)
+for step in range(3):
+    for ids in (torch.tensor([0, 1, 2]), torch.tensor([2, 3, 4])):
+        (emb(ids).square().mean() / 2).backward()
+        emb.weight.grad.mul_(torch.zeros(6, 1).index_fill(0, ids, 1))
+    opt.step()
+    opt.zero_grad()
+""",
+    "last_ids": """
+# TRUTH faulty reset-inside-window line 13 (rows that the last micro-batch lacks are set to 0 after the window)
+import torch
+torch.manual_seed(0)
+emb, head = torch.nn.Embedding(40, 3), torch.nn.Linear(3, 2)
+opt = torch.optim.SGD([*emb.parameters(), *head.parameters()], lr=0.1)
+for step in range(8):
+    for micro in range(3):
+        ids, y = torch.randint(0, 40, (6,)), torch.randint(0, 2, (6,))
+        (torch.nn.functional.cross_entropy(head(emb(ids)), y) / 3).backward()
+    keep = torch.zeros(40, 1)
+    keep[ids] = 1
+    with torch.no_grad():
+        emb.weight.grad *= keep
+    opt.step()
+    opt.zero_grad()
+""",
+    "frozen_ids": """
+# TRUTH sound (frozen rows are by chance what the last micro-batch lacks)
+import torch
+torch.manual_seed(0)
+emb = torch.nn.Embedding(6, 3)
+opt = torch.optim.SGD(emb.parameters(), lr=0.1)
+for step in range(5):
+    for ids in (torch.tensor([0, 1, 2]), torch.tensor([2, 3, 4])):
+        (emb(ids).square().mean() / 2).backward()
+        emb.weight.grad.nan_to_num_()
+    emb.weight.grad[:2] = 0
+    opt.step()
+    opt.zero_grad()
+""",
+    "topk_ids": """
+# TRUTH sound (small gradients of the window are not sent, others each time)
+import torch
+torch.manual_seed(0)
+emb, head = torch.nn.Embedding(40, 3), torch.nn.Linear(3, 2)
+opt = torch.optim.SGD([*emb.parameters(), *head.parameters()], lr=0.1)
+for step in range(8):
+    for micro in range(3):
+        ids, y = torch.randint(0, 40, (6,)), torch.randint(0, 2, (6,))
+        (torch.nn.functional.cross_entropy(head(emb(ids)), y) / 3).backward()
+    for p in (emb.weight, head.weight):
+        p.grad *= p.grad.abs() >= p.grad.abs().flatten().topk(max(1, p.numel() // 8)).values[-1]
+    opt.step()
+    opt.zero_grad()
+""",
+    "one_row_refilled": """
+# TRUTH faulty changed-batch line 11 (the only row is refilled before its backward, without a module)
+import torch
+torch.manual_seed(0)
+w, b = torch.randn(6, 4).requires_grad_(), torch.zeros(6).requires_grad_()
+v = torch.randn(3, 6).requires_grad_()
+opt = torch.optim.SGD([w, b, v], lr=0.1)
+for step in range(4):
+    for micro in range(2):
+        x, y = torch.randn(1, 4), torch.randint(0, 3, (1,))
+        out = torch.tanh(torch.nn.functional.linear(x, w, b)) @ v.t()
+        loss = torch.nn.functional.cross_entropy(out, y) / 2
+        x.data.normal_()
+        loss.backward()
+    opt.step()
+    opt.zero_grad()
+""",
+    "one_row_refilled_after": """
+# TRUTH sound (the only row is refilled when its backward has ended)
+import torch
+torch.manual_seed(0)
+w, b = torch.randn(6, 4).requires_grad_(), torch.zeros(6).requires_grad_()
+v = torch.randn(3, 6).requires_grad_()
+opt = torch.optim.SGD([w, b, v], lr=0.1)
+for step in range(4):
+    for micro in range(2):
+        x, y = torch.randn(1, 4), torch.randint(0, 3, (1,))
+        out = torch.tanh(torch.nn.functional.linear(x, w, b)) @ v.t()
+        loss = torch.nn.functional.cross_entropy(out, y) / 2
+        loss.backward()
+        x.data.normal_()
+    opt.step()
+    opt.zero_grad()
+""",
+    "keyword_refilled": """
+# TRUTH faulty changed-batch line 17 (a keyword argument is refilled before the backward)
+import torch
+from torch import nn
+torch.manual_seed(0)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 8), nn.Linear(8, 3)
+    def forward(self, *, x):
+        return self.b(torch.tanh(self.a(x)))
+net = Net()
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+x = torch.empty(4, 5)
+for step in range(6):
+    for micro in range(2):
+        x.data.normal_()
+        loss = nn.functional.cross_entropy(net(x=x), torch.randint(0, 3, (4,))) / 2
+        x.data.normal_()
+        loss.backward()
+    opt.step()
+    opt.zero_grad()
+""",
+    "keyword_refilled_after": """
+# TRUTH sound (the memory of a keyword argument is filled again after the backward)
+import torch
+from torch import nn
+torch.manual_seed(0)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 8), nn.Linear(8, 3)
+    def forward(self, *, x):
+        return self.b(torch.tanh(self.a(x)))
+net = Net()
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+x = torch.empty(4, 5)
+for step in range(6):
+    for micro in range(2):
+        x.data.normal_()
+        loss = nn.functional.cross_entropy(net(x=x), torch.randint(0, 3, (4,))) / 2
+        loss.backward()
+    opt.step()
+    opt.zero_grad()
+""",
+    "keyword_written_by_model": """
+# TRUTH sound (the model centres the batch that it is given by keyword, in place)
+import torch
+from torch import nn
+torch.manual_seed(0)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 8), nn.Linear(8, 3)
+    def forward(self, x):
+        x -= x.mean(0)
+        x *= 2
+        return self.b(torch.tanh(self.a(x)))
+net = Net()
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(6):
+    for micro in range(2):
+        loss = nn.functional.cross_entropy(net(x=torch.randn(4, 5)), torch.randint(0, 3, (4,))) / 2
+        loss.backward()
+    opt.step()
+    opt.zero_grad()
+""",
+    "checkpoint_last_weight": """
+# TRUTH faulty stale-parameters line 10 (weights that a checkpoint reads again are written before that)
+import torch
+from torch.utils.checkpoint import checkpoint
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+def block(x):
+    return net[2](net[1](net[0](x)))
+for step in range(4):
+    out = checkpoint(block, torch.randn(4, 4), use_reentrant=False)
+    loss = torch.nn.functional.cross_entropy(out, torch.randint(0, 3, (4,)))
+    net[2].weight.data.mul_(1.3)
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+""",
+    "checkpoint_last_bias": """
+# TRUTH sound (the bias that is written before the backward is read by none)
+import torch
+from torch.utils.checkpoint import checkpoint
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+def block(x):
+    return net[2](net[1](net[0](x)))
+for step in range(4):
+    out = checkpoint(block, torch.randn(4, 4), use_reentrant=False)
+    loss = torch.nn.functional.cross_entropy(out, torch.randint(0, 3, (4,)))
+    net[2].bias.data.mul_(1.3)
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+""",
+    "copied_by_hand": """
+# TRUTH faulty misplaced-gradient line 11 (the second matrix is given the gradient of the first one by hand)
+import torch
+from torch import nn
+F = nn.functional
+torch.manual_seed(3)
+
+net = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 6, bias=False))
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(6):
+    x, y = torch.randn(8, 6), torch.randn(8, 6)
+    loss = F.mse_loss(net(x), y)
+    grads = torch.autograd.grad(loss, [*net.parameters()])
+    for p, g in zip(net.parameters(), (grads[0], grads[0])):
+        p.grad = g.clone()
+    opt.step()
+    opt.zero_grad()
+""",
+    "twins_alike": """
+# TRUTH sound (two twins that begin alike and see the same: their gradients are equal by themselves)
+import torch
+from torch import nn
+F = nn.functional
+torch.manual_seed(3)
+a, b = nn.Linear(6, 6), nn.Linear(6, 6)
+b.load_state_dict(a.state_dict())
+opt = torch.optim.SGD([*a.parameters(), *b.parameters()], lr=0.1)
+for step in range(6):
+    x, y = torch.randn(8, 6), torch.randn(8, 6)
+    opt.zero_grad()
+    F.mse_loss(a(x) + b(x), y).backward()
+    b.weight.grad = a.weight.grad.clone()
+    nn.utils.clip_grad_value_(b.parameters(), 0.01)
+    opt.step()
+""",
+    "tied_by_hand": """
+# TRUTH sound (tied by hand: both matrices get the sum of their gradients)
+import torch
+from torch import nn
+F = nn.functional
+torch.manual_seed(3)
+a, b = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+b.load_state_dict(a.state_dict())
+opt = torch.optim.SGD([*a.parameters(), *b.parameters()], lr=0.1)
+for step in range(6):
+    x, y = torch.randn(8, 6), torch.randn(8, 6)
+    opt.zero_grad()
+    F.mse_loss(b(torch.tanh(a(x))), y).backward()
+    both = a.weight.grad + b.weight.grad
+    a.weight.grad = both.clone()
+    b.weight.grad = both.clone()
+    opt.step()
+""",
 }
 """A script by its name; a name and a line in its truth are those of the verdict."""

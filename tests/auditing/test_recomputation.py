@@ -5,6 +5,7 @@ it sees.
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -32,7 +33,7 @@ HOW = {
     "sound_sparse_alone": {"micro-batch by micro-batch": 1},
     "sound_averaged_weights_swapped_back": {"in one batch": 1},
     "sound_compiled_model": {"in one batch": 1},
-    "sound_sharpness_aware": {},
+    "sound_sharpness_aware": {"micro-batch by micro-batch": 1},
     "sound_tied_and_frozen": {"micro-batch by micro-batch, 2 of 3 parameters": 1},
 }
 """Script -> how its windows are computed again, and how many."""
@@ -633,3 +634,80 @@ def test_a_checkpoint_that_calls_functions_alone_and_draws_anew_is_found():
     (violation,) = audit.result.violations
     assert violation.diagnosis == "wrong-backward", audit.result
     assert "the backward of custom function _Again is wrong" in violation.sentence
+
+
+MOVED_BACK = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+if {hooked}:
+    net[1].register_full_backward_hook(lambda module, inner, outer: (2 * inner[0],))
+for step in range(5):
+    x, y = torch.randn(8, 5), torch.randint(0, 3, (8,))
+    nn.functional.cross_entropy(net(x), y).backward()
+    by = [0.05 * p.grad / p.grad.norm() for p in net.parameters()]
+    for p, d in zip(net.parameters(), by):
+        p.data.add_(d)
+    opt.zero_grad()
+    nn.functional.cross_entropy(net(x), y).backward()
+    for p, d in zip(net.parameters(), by):
+        p.data.sub_(d)
+    opt.step()
+    opt.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_parameters_that_are_put_back_before_the_step_are_kept_for_the_next_window(
+    hooked, tmp_path
+):
+    """Each window is then computed again from the parameters of its calls."""
+    path = tmp_path / "moved_back.py"
+    path.write_text(MOVED_BACK.format(hooked=hooked))
+    result, _ = audited(path)
+    assert sum(result.again.values()) == 3, result
+    reasons = [one for one in result.named_findings if one.name == "not-recomputed"]
+    assert [one.steps for one in reasons] == [1], result
+    # a hook that multiplies is the program's decision, and is seen by the second computation alone
+    names = {one.name for one in result.named_findings}
+    assert ("module-hook" in names) is hooked, result
+
+
+PACKED = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+def pack(tensor):
+    step = tensor.abs().amax().clamp(min=1e-9) / 7
+    return {packed}
+def unpack(found):
+    return found[0] * found[1]
+for step in range(4):
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        loss = (net(torch.randn(6, 4)) - 1).square().mean()
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("packed", "is_lossy"),
+    [("((tensor / step).round().to(torch.int8), step)", True), ("(tensor.clone(), 1.0)", False)],
+)
+def test_what_hooks_on_saved_tensors_lose_is_measured(packed, is_lossy, tmp_path):
+    path = tmp_path / "packed.py"
+    path.write_text(PACKED.format(packed=packed))
+    result, _ = audited(path)
+    assert result.verdict == "holds", result
+    assert sum(result.again.values()) >= 3, result
+    names = {one.name for one in result.named_findings}
+    assert names == ({"packed-tensors"} if is_lossy else set()), result
+    failing, _ = audited(path, fail_on=["packed-tensors"])
+    expected = pytest.raises(gradcheck_suite.ViolationFound) if is_lossy else nullcontext()
+    with expected:
+        failing.raise_for_violation()

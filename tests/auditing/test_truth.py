@@ -67,6 +67,14 @@ def test_a_fault_of_rows_that_few_passes_reach_is_found_when_it_begins(name, ste
     assert min(one.step for one in result_of(name).violations) == step
 
 
+@pytest.mark.parametrize("name", ["keyword_refilled_after", "keyword_written_by_model"])
+def test_a_call_with_keywords_is_computed_again_from_what_they_were(name, result_of):
+    result = result_of(name)
+    assert sum(result.again.values()) == 3, result
+    reasons = [one for one in result.named_findings if one.name == "not-recomputed"]
+    assert [one.steps for one in reasons] == [1], result
+
+
 MASKED = """
 import torch
 torch.manual_seed(0)
@@ -106,7 +114,9 @@ def test_a_mask_has_its_line_however_it_is_written(edit, last, verdict, tmp_path
     assert {place.rpartition(":")[2] for place in places} == {"11"}, result
 
 
-@pytest.mark.parametrize("name", ["s3_frozen_rows", "m_s3c", "m_f2b", "f2_rows_reset"])
+@pytest.mark.parametrize(
+    "name", ["s3_frozen_rows", "m_s3c", "m_f2", "m_f2b", "f2_rows_reset", "last_ids", "topk_ids"]
+)
 def test_elements_that_lie_on_a_device_are_compared_there(name, result_of, monkeypatch):
     """As tensors, of which nothing is read before the step."""
 

@@ -623,10 +623,6 @@ def test_a_wrong_weight_that_is_the_same_with_a_small_loss_is_not_blamed_on_the_
 
 
 @pytest.mark.full
-@pytest.mark.xfail(
-    reason="the name of the larger case stands, in which the quantile is 0: no-gradient",
-    strict=True,
-)
 def test_elements_are_asked_for_where_a_long_probe_shows_nothing_of_a_window():
     """Of a probe's parameter a window has few elements, so a quantile of all is 0."""
 

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import functools
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec, verify
 from gradcheck_suite.core.case import is_probe, probe_case, slopes_text
 from gradcheck_suite.core.options import VerifyOptions
-from gradcheck_suite.core.results import Verdict, Violation
+from gradcheck_suite.core.results import Verdict, Violation, Weight
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.loops.reset_modes import MODES
 from gradcheck_suite.strategies.drawing import RedrawError
@@ -287,6 +288,22 @@ def test_the_name_of_the_larger_case_stands_unless_it_is_general(first, smallest
     if stands == first != smallest:
         assert found.explanation == f"in the large (named on a larger case, {LARGE.plan!r})"
         assert found.details[-1] == f"on this case alone the fault would be {smallest}: said"
+
+
+@pytest.mark.parametrize(
+    ("observed", "smallest", "stands"),
+    [
+        (0.9, "wrong-scale", "unrecognised-weights"),
+        (0.9, "clipped", "clipped"),
+        (0.0, "wrong-scale", "no-gradient"),
+    ],
+)
+def test_a_name_that_the_shown_case_contradicts_does_not_stand(observed, smallest, stands):
+    """Nothing is in the gradient of the larger case; on this one a micro-batch may be."""
+    row = Weight(micro_batch=0, where="loop.py:1", count=1.0, expected=1.0, observed=observed)
+    shown = replace(violation(LITTLE, smallest), weights=(row,))
+    found = more_specific(violation(LARGE, "no-gradient"), shown)
+    assert (found.diagnosis, found.case) == (stands, LITTLE)
 
 
 def test_a_violation_of_another_kind_takes_no_name():

@@ -171,7 +171,12 @@ class Mapped(Compiled):
         prepared = _inferred(self._real)
         if prepared is not None:
             # the compiled function that the call itself uses, so that nothing is traced twice
-            _, jitted, leaves, *_ = prepared(*args, **kwargs)
+            found = prepared(*args, **kwargs)
+            # since JAX 0.10 something that is kept comes before the compiled function
+            first = 0 if hasattr(found[0], "trace") else 1
+            jitted, leaves = found[first : first + 2]
+            # JAX 0.9 keeps what was prepared, and raises in the program's own call if none of it was
+            # traced
             with printed_once():
                 return CompiledCall(jitted.trace(*leaves).jaxpr, list(leaves), name)
         own, named = self._static.dynamic(args, kwargs)
@@ -190,7 +195,7 @@ class Mapped(Compiled):
 def _inferred(mapped: Any) -> Callable[..., Any] | None:
     """Return the function by which `jax.pmap` prepares a call; None in a JAX that has it not.
 
-    It returns what it keeps, the compiled function, and the arguments of that one.
+    It returns the compiled function and the arguments of that one, among others.
     """
     lower = getattr(mapped, "lower", None)
     names = getattr(getattr(lower, "__code__", None), "co_freevars", ())

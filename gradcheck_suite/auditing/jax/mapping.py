@@ -155,12 +155,17 @@ def pending_of(window: StepGradients, optimizer: int) -> WindowReadings:
     """Return a window whose weights are to be judged."""
     found = step_window(window, optimizer, window.used)
     used = dict(found.coefficients[KEY])
-    reading = reading_weights.read_terms(found.passes, used, {}, window.tolerance)
+
+    def read(factor: float) -> reading_weights.Reading:
+        scaled = {source: c * factor for source, c in used.items()}
+        return reading_weights.read_terms(found.passes, scaled, {}, window.tolerance)
+
     return WindowReadings(
         found,
         used,
-        [reading],
+        [read(1.0)],
         1.0,
+        read,
         scaled=window.step.is_scaled,
     )
 

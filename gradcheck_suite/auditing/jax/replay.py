@@ -38,9 +38,12 @@ WHILE = "while"
 BRANCHES = "branches"
 SHARDS = "shards"
 COPIES = "copies"
-WITHOUT_NAME = "_internal_pmap_axis_name"
-"""The axis of a `pmap` that was given no name: nothing can be added up over it, so that its devices
-train one model each, as the copies of a `vmap` do."""
+WITHOUT_NAME = ("_internal_pmap_axis_name", "<axis 0x")
+"""What the axis of a `pmap` begins with that was given no name, in JAX 0.10 and 0.9.
+
+Nothing can be added up over it, so that its devices train one model each, as the copies of a `vmap`
+do.
+"""
 
 
 class CannotReplayError(Exception):
@@ -388,7 +391,8 @@ class MarkedEvaluation:
         results, leaves = mapped(*values)
         kept = jax.tree.unflatten(made["tree"], leaves)
         size = int(np.prod([mesh.shape[axis] for axis in axes]))
-        kind = COPIES if axes == (WITHOUT_NAME,) else SHARDS
+        is_without_name = len(axes) == 1 and str(axes[0]).startswith(WITHOUT_NAME)
+        kind = COPIES if is_without_name else SHARDS
         about = AboutShards(are_devices=True)
         return list(results), [
             KeptMarks(

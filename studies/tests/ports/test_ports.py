@@ -25,7 +25,16 @@ from studies.ports.zoo import ARCHITECTURES
 
 PAIRS = {label(*pair): pair for pair in variants(ARCHITECTURES.values())}
 SAMPLE = ["swiglu/gelu", "vae/softplus"]
-FORMS = [name for name, (one, variant) in PAIRS.items() if variant not in one.faults]
+WITHIN = {
+    "accepted-gelu/plain": 2e-3,  # the tanh form of gelu, which the pair accepts
+    "moving-average/float32": 2.0**-20,  # an average that is kept in float32
+}
+"""How far the outputs of sound forms may differ, where these do not compute the same in float64."""
+OF_TIES = "chosen/plain"
+"""The form that chooses among equal elements, where torch and JAX take others."""
+FORMS = [
+    name for name, (one, variant) in PAIRS.items() if variant not in one.faults and name != OF_TIES
+]
 
 
 def test_every_row_of_the_table_is_planted_by_its_function_and_named_by_causes():
@@ -99,7 +108,7 @@ def test_a_fault_is_found_and_an_equal_form_holds(name):
 @pytest.mark.parametrize("name", FORMS)
 def test_an_equal_form_is_equal(name):
     """By a comparison that shares nothing with the judge."""
-    assert largest_difference(*PAIRS[name], "float64") < 1e-10
+    assert largest_difference(*PAIRS[name], "float64") < WITHIN.get(name, 1e-10)
 
 
 @pytest.mark.full
