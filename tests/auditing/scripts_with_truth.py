@@ -600,7 +600,7 @@ for step in range(3):
     opt.step()
     opt.zero_grad()
 """,
-    "last_ids": """
+    "faulty_mask_of_last": """
 # TRUTH faulty reset-inside-window line 13 (rows that the last micro-batch lacks are set to 0 after the window)
 import torch
 torch.manual_seed(0)
@@ -781,7 +781,7 @@ for step in range(4):
     opt.step()
     opt.zero_grad()
 """,
-    "copied_by_hand": """
+    "faulty_copied_by_hand": """
 # TRUTH faulty misplaced-gradient line 11 (the second matrix is given the gradient of the first one by hand)
 import torch
 from torch import nn
