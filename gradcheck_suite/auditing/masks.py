@@ -19,7 +19,9 @@ from gradcheck_suite.auditing import samples
 from gradcheck_suite.auditing.samples import Raw
 
 MOST = 4096
-"""Elements of a gradient that are kept."""
+MOST_OF_ALL = 1 << 21
+"""Elements of a gradient that are kept, and those of all gradients together: thousands of layers would else take the
+memory of a copy of them."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ class MaskWatch:
     """Compares elements of gradients before and after what a program does between passes."""
 
     def __init__(self) -> None:
+        self._most = MOST
         self._kept: dict[int, _Kept] = {}
         self._ended: dict[int, _Ended] = {}
 
@@ -106,11 +109,12 @@ class MaskWatch:
             full: whether elements of all are kept.
             sparse: the keys of parameters of which they are kept in any case.
         """
+        self._most = min(self._most, max(MOST_OF_ALL // max(len(gradients), 1), 1))
         for key, gradient in gradients.items():
             if not full and key not in sparse:
                 self._kept.pop(key, None)
                 continue
-            then = _elements(gradient)
+            then = _elements(gradient, self._most)
             known = self._kept.get(key)
             if then is None:
                 self._kept.pop(key, None)
@@ -140,7 +144,7 @@ class MaskWatch:
         found = dict[int, Raw]()
         for key in self._kept.keys() & gradients.keys():
             known = self._kept[key]
-            now = _elements(gradients[key])
+            now = _elements(gradients[key], self._most)
             if now is None or now.shape != known.then.shape:
                 del self._kept[key]
                 continue
@@ -167,7 +171,7 @@ class MaskWatch:
         found = dict[int, Raw]()
         for key in self._kept.keys() & gradients.keys():
             known = self._kept.pop(key)
-            now = _elements(gradients[key])
+            now = _elements(gradients[key], self._most)
             if now is not None and now.shape == known.then.shape:
                 is_of_last = self._ends(key, known, now)
                 known.stood = known.stood | (now != 0)
@@ -195,11 +199,11 @@ class MaskWatch:
         return is_of_last, (ended.gone & ended.left).any()
 
 
-def _elements(gradient: torch.Tensor) -> Any | None:
-    """Return a copy of some elements of a gradient, None where they have no fixed places."""
+def _elements(gradient: torch.Tensor, most: int) -> Any | None:
+    """Return a copy of at most so many elements of a gradient, None where they have no fixed places."""
     if gradient.layout != torch.strided or gradient.is_nested or gradient.is_complex():
         return None
-    return samples.some_of(samples.local(gradient.detach()), MOST)
+    return samples.some_of(samples.local(gradient.detach()), most)
 
 
 def _told(known: _Kept, is_of_last: Any = False, varies: Any = False) -> Raw:

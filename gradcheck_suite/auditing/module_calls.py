@@ -1309,8 +1309,8 @@ class _Arrivals:
         if arrived is not None and key not in self._arrived:
             self._arrived.add(key)
             # a product, since rows that are compressed cannot be divided; the scale is a power of
-            # two
-            self._receive(key, arrived * (1 / self._scale) if self._scale != 1 else arrived)
+            # two. Of a scale of 1, too: a function may write to what it has returned
+            self._receive(key, arrived * (1 / self._scale))
 
 
 def _differentiate(

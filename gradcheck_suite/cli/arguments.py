@@ -313,6 +313,28 @@ class OutputOptions(Options):
 
             expect_installed("the HTML report", ["jinja2"])
 
+    def writable(self, program: str) -> OutputOptions:
+        """Return the options, without a reports folder of the project's table into which nothing
+        can be written: that is warned of.
+
+        Nobody gave that option: a read-only checkout is no reason not to judge.
+
+        Args:
+            program: the command, as the warning names it.
+
+        Raises:
+            UsageError: the user named a path that cannot be written.
+        """
+        options = self
+        if self.reports is not None and self.reports == configured(OutputOptions).get("reports"):
+            try:
+                expect_writable_folder(self.reports / FOLDER, "verdicts are not recorded")
+            except UsageError as error:
+                warn_of_folder(program, error)
+                options = self.replace(reports=None)
+        options.expect_writable()
+        return options
+
     def absolute(self) -> OutputOptions:
         """Return the options with absolute paths, for code that may change the working directory."""
         paths = {name: getattr(self, name) for name in ("json", "html", "reports")}
@@ -456,6 +478,14 @@ def add_quiet(parser: Parser, help: str) -> None:
 
 
 # The paths that a command writes to, refused before its work starts where they cannot be written.
+
+
+def warn_of_folder(program: str, error: UsageError) -> str:
+    """Warn that nothing is written into a folder that nobody named; return why."""
+    # the end of that message advises another folder, which the warning says in its own words
+    why = str(error).partition("; choose")[0]
+    print(f"{program}: warning: {why}; --reports DIR names another folder", file=sys.stderr)
+    return why
 
 
 def expect_writable(reports: Path | None, *folders: str, **files: Path | None) -> None:

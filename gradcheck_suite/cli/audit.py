@@ -115,15 +115,31 @@ def module_runner(name: str, arguments: Sequence[str]) -> Callable[[], dict[str,
         with _interpreter_of(sys.argv, str(Path.cwd())):
             found = importlib.util.find_spec(name)
     except (ImportError, ValueError) as error:
-        raise UsageError(f"-m {name}: {error}") from None
+        raise UsageError(f"-m {name}: {error}{_folder_with(name)}") from None
     if found is None:
-        raise UsageError(f"-m {name}: no such module on Python's path or in the working directory")
+        raise UsageError(
+            f"-m {name}: no such module on Python's path or in the working directory"
+            f"{_folder_with(name)}"
+        )
 
     def run() -> dict[str, Any]:
         with _interpreter_of([name, *arguments], str(Path.cwd())):
             return runpy.run_module(name, run_name="__main__", alter_sys=True)
 
     return run
+
+
+def _folder_with(name: str) -> str:
+    """Advise the folder of the working directory that has a module, as `src` has; empty for none."""
+    parts = Path(*name.split("."))
+    for folder in sorted(path for path in Path().iterdir() if path.is_dir()):
+        within = folder / parts
+        if within.with_suffix(".py").is_file() or (within / "__main__.py").is_file():
+            return (
+                f'; {folder} has it: put `pythonpath = ["{folder}"]` below'
+                " [tool.gradcheck-suite] in pyproject.toml"
+            )
+    return ""
 
 
 def add_arguments(parser: parsers.Parser) -> None:
@@ -153,8 +169,7 @@ def add_arguments(parser: parsers.Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the script under an audit; print and store the result."""
-    wanted = parsers.parsed(arguments, OutputOptions)
-    wanted.expect_writable()
+    wanted = parsers.parsed(arguments, OutputOptions).writable(PROGRAM)
     options = parsers.parsed(arguments, AuditOptions)
     # a project's own list is for all of its scripts
     listed = parsers.configured(AuditOptions).get("accept", ())

@@ -19,7 +19,7 @@ from gradcheck_suite.cli import exit_status
 from gradcheck_suite.core.case import DTYPES
 from gradcheck_suite.core.records import expect_writable_folder
 from gradcheck_suite.core.text import aligned
-from gradcheck_suite.errors import CannotRunHere
+from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.loops.trainers import PACKAGES
 from gradcheck_suite.run import environment
 
@@ -95,7 +95,10 @@ def _cannot_run(attempt: Callable[[], Any]) -> str | None:
     """Return why an attempt fails, or None."""
     try:
         attempt()
-    # whatever it raises is the answer
+    # its message is written for users
+    except UsageError as error:
+        return str(error)
+    # whatever else it raises is the answer
     except Exception as error:
         return " ".join(f"{type(error).__name__}: {error}".split())
     return None

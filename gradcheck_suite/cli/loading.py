@@ -227,8 +227,13 @@ def resolve_problem(text: str) -> Problem:
     return _noted(problem, resolve_problem, text)
 
 
-def resolve_function(text: str, what: str) -> Callable[[], Any]:
+def resolve_function(text: str, what: str, returns: tuple[type, ...] = ()) -> Callable[[], Any]:
     """Return the function of no argument that `FILE.py:NAME` or `package.module:NAME` stands for.
+
+    Args:
+        text: that the command line has.
+        what: it is to be, in words.
+        returns: types of what it returns; the name of such a value gets advice.
 
     Raises:
         UsageError: there is none of that name, or it takes arguments.
@@ -236,6 +241,12 @@ def resolve_function(text: str, what: str) -> Callable[[], Any]:
     if ":" not in text:
         raise _without_name(text, what)
     found, module = _find(text, what)
+    if isinstance(found, returns):
+        name = text.rpartition(":")[2]
+        raise UsageError(
+            f"{text} is a {type(found).__name__} itself: expected a function that makes it, which is"
+            f" called again where it has no `load`; begin with `def make(): return {name}`"
+        )
     _expect_function(found, text, module, "a function of no argument")
     function: Callable[[], Any] = found
     return function

@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     # the command has four of these options; the project's file may set the others, such as accepted
     # faults
     wanted = OutputOptions(**parsers.configured(OutputOptions)).replace(**given)
-    wanted.expect_writable()
+    wanted = wanted.writable(PROGRAM)
     with CommandOutput(wanted) as output:
         return _judge(arguments, options, output)
 
@@ -63,12 +63,12 @@ def _judge(arguments: argparse.Namespace, options: PortOptions, output: CommandO
         expect_present("port")
     # imported after `prepare`, which sets variables that torch and XLA read as they are loaded
     from gradcheck_suite.port.compare import judge_function
-    from gradcheck_suite.port.pair import float64_allowed
+    from gradcheck_suite.port.pair import Port, float64_allowed
 
     gc.freeze()  # the frameworks stay until the end
     # the file may make arrays as it is imported, and JAX would cut them to float32
     with float64_allowed():
-        make = resolve_function(arguments.pair, "a pair")
+        make = resolve_function(arguments.pair, "a pair", returns=(Port, dict))
     baseline = output.options.baseline
     result = judge_function(make, arguments.pair, options, baseline)
     stale = no_longer_found(baseline, [result])

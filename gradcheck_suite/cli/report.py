@@ -72,7 +72,7 @@ def run_report(arguments: argparse.Namespace, contents_of: Callable[[], ReportCo
         return exit_status.VIOLATED if left_out else exit_status.HOLDS
     reports: Path = arguments.reports
     _expect_records(reports, "--reports")
-    expect_writable_folder(reports, f"--reports {reports}")
+    _expect_room_for_report(reports)
     built = report.build(reports, contents)
     # all of them before anything is written: a picture that fails leaves the old report whole
     drawn = {figure.key: render.svg(figure.spec, figure.alt) for figure in render.pictures(built)}
@@ -95,6 +95,17 @@ def run_report(arguments: argparse.Namespace, contents_of: Callable[[], ReportCo
     for problem in built.problems:
         print(f"left out: {problem.removesuffix('; left out')}")
     return exit_status.VIOLATED if built.problems else exit_status.HOLDS
+
+
+def _expect_room_for_report(reports: Path) -> None:
+    try:
+        expect_writable_folder(reports, f"the report stands beside its records in {reports}")
+    except UsageError as error:
+        # another path would have no records
+        why = str(error).partition("; choose")[0]
+        raise UsageError(
+            f"{why}; copy that folder to where you can write, and name the copy with --reports"
+        ) from None
 
 
 def _expect_records(folder: Path, option: str) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -407,9 +406,8 @@ def run(arguments: argparse.Namespace) -> int:
     environment.expect_main_job()
     if arguments.list:
         return _list(arguments.ranks)
-    wanted = parsed(arguments, OutputOptions)
     # all that can be refused is refused before torch is imported: a typo costs no seconds
-    wanted.expect_writable()
+    wanted = parsed(arguments, OutputOptions).writable(PROGRAM)
     not_stored = _why_not_stored(wanted)
     for text in arguments.loops:
         expect_found(text, is_loop=True)
@@ -449,10 +447,7 @@ def _why_not_stored(wanted: OutputOptions) -> str:
     try:
         expect_writable_folder(folder, "counterexamples are not stored")
     except UsageError as error:
-        # the end of that message advises another folder, which the warning says in its own words
-        why = str(error).partition("; choose")[0]
-        print(f"{PROGRAM}: warning: {why}; --reports DIR names another folder", file=sys.stderr)
-        return why
+        return parsers.warn_of_folder(PROGRAM, error)
     return ""
 
 

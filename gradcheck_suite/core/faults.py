@@ -111,8 +111,7 @@ _ROWS = (
     _gradient_fault(
         "mean-of-means",
         "weights",
-        "every mean (of a micro-batch, a rank or a group of them) has the same weight, whatever its"
-        " count",
+        "every mean has the same weight, whatever its count",
         "divide each micro-batch's summed loss by the number of targets in the whole window",
         ranks=", added up over all ranks or devices",
         causes={"sum": Remedy("do not divide a summed loss by the micro-batch's count")},

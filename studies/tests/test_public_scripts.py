@@ -133,11 +133,11 @@ def test_a_faulty_script_is_right_with_its_name_and_place_alone(checkout):
     folder, sound = checkout
     # the fault is made by a replacement; the changed copy still imports what stands beside the file
     changes = {"replace": (("rows / sum(window)", "1 / len(window)"),), "names": ("mean-of-means",)}
-    faulty = replace(sound, truth="violated", place="train.py:13-15", **changes)
+    faulty = replace(sound, truth="violated", place="train.py:14-16", **changes)
     row = judged(faulty, folder)
     assert (row["outcome"], row["violations"][0][0]) == ("right", "mean-of-means")
     assert outcome(replace(faulty, place="train.py:1-12"), row) == "misleading"
-    assert outcome(replace(faulty, place="rain.py:13-15"), row) == "misleading"
+    assert outcome(replace(faulty, place="rain.py:14-16"), row) == "misleading"
     assert outcome(replace(faulty, names=("wrong-scale",)), row) == "misleading"
     assert outcome(replace(faulty, truth="holds", names=()), row) == "wrong"
 

@@ -18,8 +18,10 @@ import gradcheck_suite
 from gradcheck_suite.auditing import (
     gradient_hooks,
     judge,
+    masks,
     parameter_points,
     places,
+    recomputation,
     recorder,
     samples,
     strays,
@@ -237,3 +239,132 @@ def test_a_tool_that_puts_the_engine_back_after_the_audit_leaves_no_recorder():
         torch.autograd.Variable._execution_engine = plain
     assert kept.recorder is None
     assert not model.weight._post_accumulate_grad_hooks
+
+
+def _train_with_hooks(windows):
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient * 1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(windows):
+        for _ in range(2):
+            (model(torch.randn(4, 64)).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_hooks_of_the_program_let_no_gradient_be_read_as_a_whole(monkeypatch):
+    """But in the first pass, which shows whether the hooks write to what they are given."""
+    read = list[int]()
+    sample = samples.sample
+    monkeypatch.setattr(
+        recorder.samples, "sample", lambda t, **k: read.append(t.numel()) or sample(t, **k)
+    )
+    with gradcheck_suite.audit(quiet=True, without=("batch",)) as audit:
+        _train_with_hooks(10)
+    assert len(read) == 2 * 8  # two of each parameter
+    assert audit.result.verdict == "holds", audit.result
+
+
+def test_hooks_that_write_in_place_where_no_element_is_looked_at_are_seen():
+    model = torch.nn.Linear(64, 64, bias=False)
+
+    def zero_one(gradient):
+        gradient.data[1, 1] = 0.0
+
+    model.weight.register_hook(zero_one)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradcheck_suite.audit(quiet=True) as audit:
+        for _ in range(3):
+            for _ in range(2):
+                (model(torch.randn(4, 64)).square().mean() / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    result = audit.result
+    assert result.verdict == "holds", result
+    assert not result.again, result  # the gradient is the program's own, and is not compared
+
+
+def test_a_gradient_that_hooks_replace_by_one_that_differs_in_one_element_is_another_one():
+    one = torch.randn(64, 64)
+    other = one.clone()
+    assert samples.are_equal(one, other)
+    other[0, 1] += 1
+    assert not samples.are_equal(one, other)
+    one[0, 1] = other[0, 1] = torch.nan
+    assert samples.are_equal(one, other)
+    assert samples.are_equal(one.t(), other.t()) is False  # as torch has it: NaN is not NaN
+
+
+def test_one_gradient_at_a_time_is_kept_of_a_window_that_is_computed_again(monkeypatch):
+    arrived = list[weakref.ref[torch.Tensor]]()
+    alive = list[int]()
+    compare = recomputation.ComparedGradient.compare
+
+    def noted(self, key, gradient):
+        alive.append(sum(one() is not None for one in arrived))
+        arrived.append(weakref.ref(gradient))
+        compare(self, key, gradient)
+
+    monkeypatch.setattr(recomputation.ComparedGradient, "compare", noted)
+    with gradcheck_suite.audit(quiet=True) as audit:
+        _train_with_hooks(3)
+    assert "in one batch" in str([*audit.result.again]), audit.result
+    assert len(alive) == 3 * 8
+    assert not any(alive)
+
+
+def test_a_gradient_that_holds_needs_no_bound_that_is_measured(monkeypatch):
+    monkeypatch.setattr(recomputation, "student_factor", lambda *_: pytest.fail("asked for"))
+    assert recomputation.exceeding({1: 0.5}, {1: 1.0}, {}, lambda _: {}) == {}
+
+
+def test_gradients_that_vanish_are_computed_again_once(monkeypatch):
+    """Below the smallest normal number no share of a gradient bounds its rounding error."""
+    calls = list[int]()
+    replay = recomputation.replay
+    monkeypatch.setattr(recomputation, "replay", lambda *a: calls.append(1) or replay(*a))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(160)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with gradcheck_suite.audit(quiet=True) as audit:
+        for _ in range(3):
+            for _ in range(2):
+                (model(torch.randn(4, 16)).square().mean() / 2).backward()
+            optimizer.step()
+            least = min(float(p.grad.abs().max()) for p in model.parameters())
+            optimizer.zero_grad()
+    assert 0.0 <= least < torch.finfo(torch.float32).tiny
+    assert len(calls) == 3, audit.result
+
+
+def test_an_error_that_underflow_does_not_explain_is_seen():
+    tiny = torch.finfo(torch.float32).tiny
+    observed = {1: torch.full((4, 4), 2.0 * tiny)}
+    total = recomputation.ComparedGradient(observed, 1.0, is_sampled=False)
+    total.compare(1, torch.full((4, 4), 1.0 * tiny))
+    assert total.difference().worst == 1
+
+
+def test_a_transposed_tensor_is_not_copied_for_its_fingerprint(monkeypatch):
+    tensor = torch.randn(8, 4).t()
+    contiguous = torch.Tensor.contiguous
+    copied = list[bool]()
+    monkeypatch.setattr(
+        torch.Tensor,
+        "contiguous",
+        lambda t, **k: copied.append(not t.is_contiguous()) or contiguous(t, **k),
+    )
+    first = samples.fingerprint_in_place(tensor)
+    assert samples.fingerprint_in_place(tensor) == first
+    tensor.data[0, 1] += 1
+    assert samples.fingerprint_in_place(tensor) != first
+    assert not any(copied)
+
+
+def test_elements_that_are_kept_for_masks_are_bounded_over_all_gradients():
+    watch = masks.MaskWatch()
+    gradients = {key: torch.randn(64, 64) for key in range(1024)}
+    watch.arrived(gradients, full=True, sparse=())
+    assert sum(len(one.then) for one in watch._kept.values()) <= masks.MOST_OF_ALL
+    assert masks.MOST_OF_ALL // 1024 < 64 * 64

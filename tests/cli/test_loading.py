@@ -10,6 +10,7 @@ import pytest
 from gradcheck_suite.cli.loading import (
     expect_found,
     libraries_of,
+    resolve_function,
     resolve_loop,
     resolve_problem,
 )
@@ -42,6 +43,15 @@ def write(folder, name, text):
 
 def test_a_built_in_loop():
     assert resolve_loop("zero_") is reset_modes.BUILT_IN["zero_"]
+
+
+def test_a_pair_that_no_function_makes_gets_the_line_to_write(folder):
+    write(folder, "pairs.py", "PAIR = {}\ndef make(): return PAIR\nNUMBER = 3\n")
+    with pytest.raises(UsageError, match=r"is a dict itself: .* `def make\(\): return PAIR`"):
+        resolve_function("pairs.py:PAIR", "a pair", returns=(dict,))
+    assert resolve_function("pairs.py:make", "a pair", returns=(dict,))() == {}
+    with pytest.raises(UsageError, match="is of type int: expected a function of no argument"):
+        resolve_function("pairs.py:NUMBER", "a pair", returns=(dict,))
 
 
 FOR_TYPE_CHECKERS = """
