@@ -359,6 +359,11 @@ class Prefetcher:
         self._own = next((name for name, own in BUILT_IN.items() if own is loop), None)
         self._is_judge_idle = False
 
+    @property
+    def is_own(self) -> bool:
+        """Whether the loop is one of the suite's own."""
+        return self._own is not None
+
     def prepare(self, case: Case) -> None:
         """Begin with what a check of a case needs."""
         # the second process has neither the user's problem nor ranks nor a device

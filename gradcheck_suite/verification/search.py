@@ -920,6 +920,10 @@ class SearchState:
             *long_cases(*asked, compiles=self._compiles),
             *model_cases(*asked, optimizer=options.optimizer),
         )
+        # the second process would wait for them; another loop may end the search at any probe
+        if self.ahead.is_own:
+            for case in rest:
+                self.ahead.prepare(case)
         for case in rest:
             if self._would_take_too_long(case, seconds):
                 continue

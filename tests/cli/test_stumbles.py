@@ -124,9 +124,9 @@ def test_a_pythonpath_that_is_not_there_is_said(project):
         set_python_path()
 
 
-@pytest.mark.parametrize("name", ["mine.train", "mine"])
+@pytest.mark.parametrize("name", ["laid_out.train", "laid_out"])
 def test_a_module_of_a_src_layout_gets_the_table_to_write(run, project, name):
-    package = project / "src" / "mine"
+    package = project / "src" / "laid_out"
     package.mkdir(parents=True)
     for file in ("__init__", "__main__", "train"):
         (package / f"{file}.py").write_text("print('ran')\n")

@@ -22,6 +22,7 @@ from torch import nn
 
 from gradcheck_suite import Case, Plan, verify
 from gradcheck_suite.bridge.op_table import _TABLE
+from gradcheck_suite.core.case import is_probe
 from gradcheck_suite.core.contract import Problem
 from gradcheck_suite.core.results import Result
 from gradcheck_suite.errors import UsageError
@@ -176,18 +177,36 @@ def test_the_loop_runs_on_cases_in_the_order_in_which_they_are_judged(monkeypatc
 @pytest.mark.share(4)
 @pytest.mark.usefixtures("only_linear")
 def test_a_loop_of_the_suite_runs_in_both_processes_with_the_same_result(monkeypatch, second):
-    here: list[str] = []
+    here: list[Case] = []
 
     def noted(loop, instance, **options):
-        here.append(instance.case.digest)
+        here.append(instance.case)
         return run_loop(loop, instance, **options)
 
     monkeypatch.setattr(ahead, "run_loop", noted)
     monkeypatch.setattr(judges.JudgeProcess, "has_answered", property(lambda self: True))
     found = verify(BUILT_IN["zero_grad"], examples=20)
     assert found.judged == 20
-    assert 0 < len(here) < 19
+    drawn = [case for case in here if not is_probe(case)]
+    assert 0 < len(drawn) < 19
+    # the weight probes too, from the second one on
+    assert 0 < len(here) - len(drawn) < 10
     assert _shown(found) == _shown(_without(monkeypatch, BUILT_IN["zero_grad"], examples=20))
+
+
+@pytest.mark.usefixtures("only_linear", "second")
+def test_a_users_loop_runs_on_no_probe_before_its_turn(monkeypatch):
+    """A fault that a probe shows ends the search."""
+    ahead_of_turn: list[Case] = []
+
+    def noted(loop, instance, **options):
+        ahead_of_turn.append(instance.case)
+        return run_loop(loop, instance, **options)
+
+    monkeypatch.setattr(ahead, "run_loop", noted)
+    assert verify(lambda run: BUILT_IN["zero_grad"](run), examples=4).holds
+    assert ahead_of_turn
+    assert not any(map(is_probe, ahead_of_turn))
 
 
 def test_the_same_run_is_judged_once_and_another_of_the_case_by_itself(monkeypatch):

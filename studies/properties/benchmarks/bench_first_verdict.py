@@ -29,9 +29,14 @@ pair, 54.3 -> 49.9, and 43.7 in a further run.
 
 Five seconds until the verdict and 14 s for eight modes on two cores are 10 and 28 s of an idle
 processor, 15 and 42 of these. The first verdict is below. Eight modes have a floor of 28: imports
-2.4, derivation 2.2, XLA's check 6.9 and 8 times 2.1 for torch's own forward, backward and data loader. What is
-left of 44 to 50 is a fresh model for each of 1,712 runs, what they may change of torch, 200 drawn
-cases and the judgement.
+2.4, derivation 2.2, XLA's check 6.9 and 8 times 2.1 for torch's own forward, backward and data
+loader. What is left of 44 to 50 is a fresh model for each of 1,712 runs, what they may change of
+torch, 200 drawn cases and the judgement.
+
+The path of the clock, computed from the processes' own seconds and not measured idle: imports 2.3
+and the process that judges 5.4 are 7.7 of these until the verdict, 5.1 of an idle machine; eight
+modes add 7 times 1.6 and XLA's 6.9 in that process, 25.8 and 17. Fourteen would ask for 21: for XLA's
+check and the judgement in equal parts in both processes, and a fifth less of all else.
 
 What was tried and takes no less: 24 programs compiled as one (8 take two thirds of the time of
 eight); XLA without fusion, at level 1, or with its fusion emitters (two to five times as long);
