@@ -41,6 +41,7 @@ from gradcheck_suite.auditing.step_rules import (
     StepEvidence,
 )
 from gradcheck_suite.auditing.sums import (
+    ADDED_TWICE,
     ALL_RESET,
     LEFT_OUT,
     LIKENESS,
@@ -948,7 +949,7 @@ class AuditJudge:
         note that they are put together.
         """
         places = {place_of_loss(one.window, one.window.where) for one in made}
-        held = decide((LEFT_OUT,), [evidence_of(one.window) for one in made]).fault
+        held = decide((LEFT_OUT, ADDED_TWICE), [evidence_of(one.window) for one in made]).fault
         if held is not None:
             self._by_hand -= places
             fault = held.rule.fault(held.seen)

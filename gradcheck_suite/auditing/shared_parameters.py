@@ -104,7 +104,20 @@ class _BeforeWrites(TorchDispatchMode):
             for value in pytree.tree_leaves(written):
                 if isinstance(value, torch.Tensor):
                     self._kept.keep(value)
+        # a mode is given Python's number for a tensor that was made of one, and an operation of one
+        # tensor takes none (torch/csrc/autograd/python_variable.cpp, no issue known)
+        if len(args) == 1 and isinstance(args[0], int | float | complex):
+            args = (torch.tensor(args[0], dtype=_DTYPES[type(args[0])]),)
         return func(*args, **named)
+
+
+_DTYPES = {
+    bool: torch.bool,
+    int: torch.int64,
+    float: torch.float64,
+    complex: torch.complex128,
+}
+"""Type of a number -> the dtype of a tensor that torch makes of it."""
 
 
 @functools.lru_cache(maxsize=4096)

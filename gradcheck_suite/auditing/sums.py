@@ -313,6 +313,32 @@ def _gone(e: E) -> Columns:
     return gone if is_sum and not any(e.moved(j, last) for j in gone) else []
 
 
+def _is_added_twice_each_time(windows: Sequence[E]) -> Found:
+    """Ask whether the first or the last micro-batch of each window weighs twice what the others do in
+    what the program puts together.
+    """
+    places = {_doubled(one) for one in windows}
+    if len(windows) < FEWEST_WINDOWS or len(places) > 1:
+        return None
+    place = places.pop()
+    return None if place is None else Sighting({"which": "first" if place == 0 else "last"})
+
+
+def _doubled(e: E) -> int | None:
+    """Return the place of the one micro-batch that weighs twice what all others do, -1 for the last
+    one; None where there is none at an end.
+    """
+    if e.window.edit != BY_HAND or len(e.composed) < FEWEST_KEPT or not e.are_micro_batches:
+        return None
+    tolerance = alike_within(e.window)
+    values = e.mean[e.composed]
+    for place, others in ((0, values[1:]), (-1, values[:-1])):
+        is_twice = near(float(values[place]), 2 * float(others[0]), tolerance)
+        if is_twice and np.ptp(others) <= tolerance * np.abs(others).max():
+            return place
+    return None
+
+
 def _is_fitted(e: E) -> bool:
     """Ask whether a sum of what the passes have brought is `.grad`, as one that is put together."""
     return e.window.edit == BY_HAND
@@ -1079,6 +1105,12 @@ LEFT_OUT = Rule[Sequence[E]](
     _is_left_out_each_time,
     "what the program puts into `.grad` lacks some of the micro-batches that it has sent backward:"
     " number {gone} of {number} in each window, counted from 0",
+)
+ADDED_TWICE = Rule[Sequence[E]](
+    "added twice each time",
+    "repeated-micro-batch",
+    _is_added_twice_each_time,
+    "what the program puts into `.grad` has the {which} micro-batch of each window twice",
 )
 TAIL = Rule[E](
     "rest of an epoch",

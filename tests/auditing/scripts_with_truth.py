@@ -600,7 +600,7 @@ for step in range(3):
     opt.step()
     opt.zero_grad()
 """,
-    "last_ids": """
+    "faulty_mask_of_last": """
 # TRUTH faulty reset-inside-window line 13 (rows that the last micro-batch lacks are set to 0 after the window)
 import torch
 torch.manual_seed(0)
@@ -781,7 +781,7 @@ for step in range(4):
     opt.step()
     opt.zero_grad()
 """,
-    "copied_by_hand": """
+    "faulty_copied_by_hand": """
 # TRUTH faulty misplaced-gradient line 11 (the second matrix is given the gradient of the first one by hand)
 import torch
 from torch import nn
@@ -833,6 +833,79 @@ for step in range(6):
     a.weight.grad = both.clone()
     b.weight.grad = both.clone()
     opt.step()
+""",
+    "faulty_added_twice_by_hand": """
+# TRUTH faulty repeated-micro-batch line 13 (the program adds the last micro-batch to its buffers twice)
+import torch
+from torch import nn
+F = nn.functional
+torch.manual_seed(5)
+net = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 4))
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+
+flat = [torch.zeros_like(p) for p in net.parameters()]
+for step in range(6):
+    for micro in range(3):
+        x, y = torch.randn(5, 6), torch.randint(0, 4, (5,))
+        (F.cross_entropy(net(x), y) / 3).backward()
+        own = [p.grad for p in net.parameters()]
+        torch._foreach_add_(flat, own)
+        if micro == 2:
+            torch._foreach_add_(flat, own)
+        opt.zero_grad()
+    for p, f in zip(net.parameters(), flat):
+        p.grad = f.clone()
+        f.zero_()
+    opt.step()
+    opt.zero_grad()
+""",
+    "flat_buffers": """
+# TRUTH sound (flat buffers)
+import torch
+from torch import nn
+F = nn.functional
+torch.manual_seed(5)
+net = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 4))
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+
+flat = [torch.zeros_like(p) for p in net.parameters()]
+for step in range(6):
+    for micro in range(3):
+        x, y = torch.randn(5, 6), torch.randint(0, 4, (5,))
+        (F.cross_entropy(net(x), y) / 3).backward()
+        own = [p.grad for p in net.parameters()]
+        torch._foreach_add_(flat, own)
+        opt.zero_grad()
+    for p, f in zip(net.parameters(), flat):
+        p.grad = f.clone()
+        f.zero_()
+    opt.step()
+    opt.zero_grad()
+""",
+    "trapezoid": """
+# TRUTH sound (three points of a trapezoid rule, the middle one twice)
+import torch
+from torch import nn
+F = nn.functional
+torch.manual_seed(5)
+net = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 4))
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+
+flat = [torch.zeros_like(p) for p in net.parameters()]
+for step in range(6):
+    for micro in range(3):
+        x, y = torch.randn(5, 6), torch.randint(0, 4, (5,))
+        (F.cross_entropy(net(x), y) / 3).backward()
+        own = [p.grad for p in net.parameters()]
+        torch._foreach_add_(flat, own)
+        if micro == 1:
+            torch._foreach_add_(flat, own)
+        opt.zero_grad()
+    for p, f in zip(net.parameters(), flat):
+        p.grad = f.clone()
+        f.zero_()
+    opt.step()
+    opt.zero_grad()
 """,
 }
 """A script by its name; a name and a line in its truth are those of the verdict."""

@@ -23,6 +23,7 @@ from tests.auditing.evidence_scripts import EVIDENCE
 from tests.auditing.reported import REPORTED
 from tests.auditing.rule_scripts import RULED, START
 from tests.auditing.running import audited
+from tests.auditing.scripts_with_truth import WITH_TRUTH
 
 TABLES = {"step": STEP_RULES, "sum": RULES, "losses": OF_LOSSES, "coefficient": SCALE_RULES}
 NAMES = [rule.name for table in (*TABLES.values(), [PER_PASS]) for rule in table]
@@ -105,6 +106,8 @@ SHOWN = {
     "faulty_running_count_of_losses": "running count",
     "faulty_rows_of_padding": "wrong factor",
     "faulty_gradients_exchanged": "misplaced",
+    "faulty_copied_by_hand": "copied",
+    "faulty_mask_of_last": "left of the last",
     "faulty_one_line_is_not_scaled": "not scaled",
     "faulty_divided_by_the_count_of_the_last": "count of the last",
     "finding_first_line_is_not_divided": "undivided elsewhere",
@@ -133,6 +136,7 @@ def path_of(scripts, tmp_path):
             **{one: script.text for one, script in EVIDENCE.items()},
             **{one: script.text for one, (script, _) in REPORTED.items()},
             **{one: START + text for one, text in RULED.items()},
+            **WITH_TRUTH,
         }
         if name not in texts:
             return scripts / f"{name}.py"

@@ -115,7 +115,16 @@ def test_a_mask_has_its_line_however_it_is_written(edit, last, verdict, tmp_path
 
 
 @pytest.mark.parametrize(
-    "name", ["s3_frozen_rows", "m_s3c", "m_f2", "m_f2b", "f2_rows_reset", "last_ids", "topk_ids"]
+    "name",
+    [
+        "s3_frozen_rows",
+        "m_s3c",
+        "m_f2",
+        "m_f2b",
+        "f2_rows_reset",
+        "faulty_mask_of_last",
+        "topk_ids",
+    ],
 )
 def test_elements_that_lie_on_a_device_are_compared_there(name, result_of, monkeypatch):
     """As tensors, of which nothing is read before the step."""
