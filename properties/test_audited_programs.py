@@ -59,6 +59,8 @@ def test_each_fault_is_named(name):
         pytest.param(130135, id="weights outside of the module that reads them are written"),
         pytest.param(140196, id="weights of the last layer of a checkpoint are written"),
         pytest.param(130363, id="signs of a kept sum in bfloat16 look like the last pass"),
+        pytest.param(300428, id="a coarse coefficient beside exact ones"),
+        pytest.param(300499, id="noise of which no pass explains anything"),
     ],
 )
 def test_a_program_that_was_once_judged_wrongly(number):

@@ -474,7 +474,8 @@ def _fitting(
     fitting = []
     for one in e.run.uses:
         c = coefficient(one)
-        if c is not None and near(c, reading.value(one, ranks), e.tolerance):
+        # each within what its own window knows: a coarse one may fit where exact ones do not
+        if c is not None and near(c, reading.value(one, ranks), one.objective.tolerance):
             fitting.append(one)
     if use not in fitting:
         return None

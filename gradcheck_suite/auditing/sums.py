@@ -332,6 +332,8 @@ def _doubled(e: E) -> int | None:
         return None
     tolerance = alike_within(e.window)
     values = e.mean[e.composed]
+    if not values.all():
+        return None  # what explains nothing of a window is 0, and twice 0
     for place, others in ((0, values[1:]), (-1, values[:-1])):
         is_twice = near(float(values[place]), 2 * float(others[0]), tolerance)
         if is_twice and np.ptp(others) <= tolerance * np.abs(others).max():
