@@ -128,6 +128,11 @@ def test_importing_the_package_is_fast():
     assert statistics.median(float(_fresh(code)) for _ in range(3)) < IMPORT_SECONDS
 
 
+def test_an_audit_of_a_jax_script_imports_no_torch():
+    code = f"import sys, {PACKAGE}.auditing.jax.recorder; print('torch' in sys.modules)"
+    assert _fresh(code).strip() == "False"
+
+
 def test_every_public_name_is_there():
     assert [
         name for name in gradcheck_suite.__all__ if getattr(gradcheck_suite, name, None) is None

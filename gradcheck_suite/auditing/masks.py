@@ -17,41 +17,12 @@ import torch
 
 from gradcheck_suite.auditing import samples
 from gradcheck_suite.auditing.samples import Raw
+from gradcheck_suite.auditing.vectors import MaskedElements
 
 MOST = 4096
 MOST_OF_ALL = 1 << 21
 """Elements of a gradient that are kept, and those of all gradients together: thousands of layers would else take the
 memory of a copy of them."""
-
-
-@dataclass(frozen=True)
-class MaskedElements:
-    """Which elements of a `.grad` a program has changed, as masks.
-
-    Attributes:
-        zeroed: those that it has set to 0.
-        left: those that are what they were, and not 0.
-        other: those that it has changed to something else.
-    """
-
-    zeroed: Any
-    left: Any
-    other: Any
-
-    @staticmethod
-    def of(then: Any, now: Any) -> MaskedElements:
-        """Compare elements of a `.grad`, arrays or tensors, with what they were before."""
-        is_changed = now != then
-        return MaskedElements(
-            zeroed=is_changed & (now == 0),
-            left=~is_changed & (now != 0),
-            other=is_changed & (now != 0),
-        )
-
-    @property
-    def is_mask(self) -> bool:
-        """Whether some were set to 0, and the others are what they were."""
-        return bool(self.zeroed.any() and self.left.any() and not self.other.any())
 
 
 @dataclass

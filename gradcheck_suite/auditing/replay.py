@@ -21,11 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcheck_suite.auditing.events import BY_HAND, FREE, NONE, Column, PassRecord, StepRecord
-from gradcheck_suite.auditing.masks import MaskedElements
 from gradcheck_suite.auditing.places import Place
 from gradcheck_suite.auditing.vectors import (
     ELEMENTS,
     PROJECTIONS,
+    MaskedElements,
     Vector,
     alike,
     distance,

@@ -6,6 +6,8 @@ Must import neither torch nor JAX: the judge reads the samples of both.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -74,3 +76,33 @@ def factor(now: Vector, then: Vector, tolerance: float) -> float | None:
         1.0 if is_mostly(now[:ELEMENTS], then[:ELEMENTS]) else float((now * then).sum()) / square
     )
     return found if distance(found * then, now) <= tolerance else None
+
+
+@dataclass(frozen=True)
+class MaskedElements:
+    """Which elements of a `.grad` a program has changed, as masks.
+
+    Attributes:
+        zeroed: those that it has set to 0.
+        left: those that are what they were, and not 0.
+        other: those that it has changed to something else.
+    """
+
+    zeroed: Any
+    left: Any
+    other: Any
+
+    @staticmethod
+    def of(then: Any, now: Any) -> MaskedElements:
+        """Compare elements of a `.grad`, arrays or tensors, with what they were before."""
+        is_changed = now != then
+        return MaskedElements(
+            zeroed=is_changed & (now == 0),
+            left=~is_changed & (now != 0),
+            other=is_changed & (now != 0),
+        )
+
+    @property
+    def is_mask(self) -> bool:
+        """Whether some were set to 0, and the others are what they were."""
+        return bool(self.zeroed.any() and self.left.any() and not self.other.any())
