@@ -61,6 +61,7 @@ def test_each_fault_is_named(name):
         pytest.param(130363, id="signs of a kept sum in bfloat16 look like the last pass"),
         pytest.param(300428, id="a coarse coefficient beside exact ones"),
         pytest.param(300499, id="noise of which no pass explains anything"),
+        pytest.param(400431, id="a count of the last pass, until gradients are not finite"),
     ],
 )
 def test_a_program_that_was_once_judged_wrongly(number):

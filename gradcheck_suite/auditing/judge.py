@@ -807,6 +807,10 @@ class AuditJudge:
         return {(rank, i): 1.0 for i, rank in product(own, range(self._ranks))}
 
     def _read(self, window: StepWindow, used: Mapping[Source, float]) -> None:
+        if window.not_finite:
+            # its weights cannot be read, and would hide what those of the other windows show
+            self.skipped[window.number] = finding("not-finite", "a gradient is not finite")
+            return
         pending = self._pending[window.optimizer]
         one = self._pending_of(window, used)
         if window.edit == BY_HAND:
