@@ -297,7 +297,7 @@ def test_what_an_audit_names_can_be_accepted(weight, diagnosis, tmp_path):
 
 
 def test_the_json_has_each_part_that_is_unknown_and_what_to_do(script, tmp_path):
-    path, quotient = tmp_path / "r.json", "((model(x) - 1) ** 2).mean().exp()"
+    path, quotient = tmp_path / "r.json", "(0.01 * ((model(x) - 1) ** 2).mean()).exp()"
     file = script(
         "optimizer.zero_grad(); F.cross_entropy(model(x), y).backward(); optimizer.step()"
     )
