@@ -135,6 +135,16 @@ class TrackedParameter:
         """The optimizers whose gradients are reset with this one's, None where none is known."""
         return self.owners or (None,)
 
+    def is_left(self, *, is_same: bool, is_alike: bool) -> bool:
+        """Return whether the program's hooks have left its gradients as they came, in all passes so
+        far.
+
+        Args:
+            is_same: whether they have in this pass.
+            is_alike: whether the factors are those of the last pass.
+        """
+        return is_same and (is_alike or not self.is_changed)
+
 
 @dataclass
 class Lines:
@@ -854,7 +864,7 @@ class Recorder:
                 continue
             is_alike = bool(alike[0])
             is_same = bool(np.array_equal(then, now, equal_nan=True))
-            if not (is_same and (is_alike or not known.is_changed)):
+            if not known.is_left(is_same=is_same, is_alike=is_alike):
                 self._judge_hook(one.record, one.key, then, now, is_alike=is_alike, times=one.times)
 
     def _finish(self, running: ActivePass) -> None:
@@ -1238,7 +1248,7 @@ class Recorder:
             # ratios of all elements, kept from pass to pass, would take the memory of the
             # parameters
             known.ratio = found.ratio
-            if not (found.is_same and (found.is_alike or not known.is_changed)):
+            if not known.is_left(is_same=found.is_same, is_alike=found.is_alike):
                 one = found.change
                 then, now = found.vectors()
                 self._judge_hook(

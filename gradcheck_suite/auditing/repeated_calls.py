@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from gradcheck_suite.auditing.program_state import states_of_devices
 from gradcheck_suite.auditing.samples import (
     BatchedSampler,
     Fingerprint,
@@ -238,9 +239,8 @@ def _repeating_frame() -> FrameType | None:
 def random_mark() -> int:
     """Return a checksum of the generators from which modules draw."""
     mark = zlib.crc32(bytes(torch.get_rng_state().numpy()))
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        for state in torch.cuda.get_rng_state_all():
-            mark = zlib.crc32(bytes(state.numpy()), mark)
+    for state in states_of_devices():
+        mark = zlib.crc32(bytes(state.numpy()), mark)
     return mark
 
 

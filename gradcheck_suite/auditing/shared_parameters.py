@@ -96,18 +96,16 @@ class _BeforeWrites(TorchDispatchMode):
     ) -> Any:
         """Copy what an operation writes to, and call it."""
         named = kwargs or {}
-        if args and isinstance(args[0], float | int | complex) and _is_of_tensor(func):
-            # a number that a node has saved, which a mode is given as one of Python's
-            args = (torch.tensor(args[0], dtype=_dtype_of(args[0])), *args[1:])
+        # a mode is given Python's number for a tensor that was made of one, as a node has saved it,
+        # and an operation of a tensor takes none (torch/csrc/autograd/python_variable.cpp, no issue
+        # known)
+        if args and type(args[0]) in _DTYPES and _is_of_tensor(func):
+            args = (torch.tensor(args[0], dtype=_DTYPES[type(args[0])]), *args[1:])
         written = _written_by(func, args, named)
         if written:
             for value in pytree.tree_leaves(written):
                 if isinstance(value, torch.Tensor):
                     self._kept.keep(value)
-        # a mode is given Python's number for a tensor that was made of one, and an operation of one
-        # tensor takes none (torch/csrc/autograd/python_variable.cpp, no issue known)
-        if len(args) == 1 and isinstance(args[0], int | float | complex):
-            args = (torch.tensor(args[0], dtype=_DTYPES[type(args[0])]),)
         return func(*args, **named)
 
 
@@ -141,12 +139,6 @@ def _is_of_tensor(func: Any) -> bool:
     schema = getattr(func, "_schema", None)
     first: Any = next(iter(schema.arguments), None) if schema is not None else None
     return first is not None and first.type.kind() == "TensorType"
-
-
-def _dtype_of(number: Any) -> torch.dtype | None:
-    """Return the dtype that a number of Python's has as a tensor; None for the one by default."""
-    kinds = {complex: torch.complex128, float: torch.float64}
-    return kinds.get(type(number))
 
 
 def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

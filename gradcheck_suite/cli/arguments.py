@@ -480,10 +480,16 @@ def add_quiet(parser: Parser, help: str) -> None:
 # The paths that a command writes to, refused before its work starts where they cannot be written.
 
 
+def without_advice(error: UsageError) -> str:
+    """Return why nothing can be written, without the end of that message: another folder is advised
+    in the words of who refuses it.
+    """
+    return str(error).partition("; choose")[0]
+
+
 def warn_of_folder(program: str, error: UsageError) -> str:
     """Warn that nothing is written into a folder that nobody named; return why."""
-    # the end of that message advises another folder, which the warning says in its own words
-    why = str(error).partition("; choose")[0]
+    why = without_advice(error)
     print(f"{program}: warning: {why}; --reports DIR names another folder", file=sys.stderr)
     return why
 

@@ -102,9 +102,9 @@ def _expect_room_for_report(reports: Path) -> None:
         expect_writable_folder(reports, f"the report stands beside its records in {reports}")
     except UsageError as error:
         # another path would have no records
-        why = str(error).partition("; choose")[0]
         raise UsageError(
-            f"{why}; copy that folder to where you can write, and name the copy with --reports"
+            f"{parsers.without_advice(error)}; copy that folder to where you can write, and name the"
+            " copy with --reports"
         ) from None
 
 

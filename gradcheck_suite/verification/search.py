@@ -488,7 +488,7 @@ def more_specific(first: Violation, smallest: Violation) -> Violation:
         return smallest  # a name is held to the case that is shown
     by_chance = is_of_weights(smallest.diagnosis)
     if _is_contradicted(first.diagnosis, smallest):
-        return replace(smallest, diagnosis=UNNAMED) if by_chance else smallest
+        return replace(smallest, diagnosis=UNRECOGNISED) if by_chance else smallest
     if (
         is_general(first.kind, first.diagnosis)
         and not by_chance
@@ -504,7 +504,7 @@ def more_specific(first: Violation, smallest: Violation) -> Violation:
     )
 
 
-UNNAMED = "unrecognised-weights"
+UNRECOGNISED = "unrecognised-weights"
 """The name of weights that fit no fault."""
 
 

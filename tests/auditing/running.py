@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
 import gradcheck_suite
 from gradcheck_suite.cli.audit import script_runner
 
@@ -32,6 +34,15 @@ def audited(script: Path, *arguments: str, **options):
     finally:
         result = audit.close()
     return result, names
+
+
+def accumulate(model, optimizer, windows=3):
+    """Take a step on each window of two micro-batches, of four rows of 64 numbers."""
+    for _ in range(windows):
+        for _ in range(2):
+            (model(torch.randn(4, 64)).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def free_port() -> str:

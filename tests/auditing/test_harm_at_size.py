@@ -29,6 +29,7 @@ from gradcheck_suite.auditing import (
 from gradcheck_suite.auditing.places import Place, lines_with
 from gradcheck_suite.auditing.schedule import ATTEMPTS, Schedule
 from gradcheck_suite.core.options import AuditOptions
+from tests.auditing.running import accumulate
 
 
 def _step(model, optimizer, x):
@@ -53,11 +54,7 @@ def test_hooks_of_the_program_keep_no_gradient(monkeypatch):
 
     monkeypatch.setattr(recorder.Recorder, "_raw", noted)
     audit = gradcheck_suite.audit(quiet=True, without=("batch",)).open()
-    for _ in range(3):
-        for _ in range(2):
-            (model(torch.randn(4, 64)).square().mean() / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    accumulate(model, optimizer)
     result = audit.close()
     # of a gradient of any size
     assert max(kept) <= 24 + gradient_hooks.MOST_RATIOS < 64 * 64
@@ -246,11 +243,7 @@ def _train_with_hooks(windows):
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: gradient * 1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(windows):
-        for _ in range(2):
-            (model(torch.randn(4, 64)).square().mean() / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    accumulate(model, optimizer, windows)
 
 
 def test_hooks_of_the_program_let_no_gradient_be_read_as_a_whole(monkeypatch):
@@ -275,11 +268,7 @@ def test_hooks_that_write_in_place_where_no_element_is_looked_at_are_seen():
     model.weight.register_hook(zero_one)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with gradcheck_suite.audit(quiet=True) as audit:
-        for _ in range(3):
-            for _ in range(2):
-                (model(torch.randn(4, 64)).square().mean() / 2).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        accumulate(model, optimizer)
     result = audit.result
     assert result.verdict == "holds", result
     assert not result.again, result  # the gradient is the program's own, and is not compared

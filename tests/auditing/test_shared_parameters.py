@@ -10,6 +10,7 @@ import torch
 
 import gradcheck_suite
 from gradcheck_suite.auditing import module_calls, shared_parameters
+from tests.auditing.running import accumulate
 
 
 def clamped(weight):
@@ -140,11 +141,7 @@ def test_a_window_is_computed_again_without_a_copy_of_its_parameters(monkeypatch
     monkeypatch.setattr(module_calls._Replacements, "of", staticmethod(noted))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with gradcheck_suite.audit(quiet=True) as audit:
-        for _ in range(3):
-            for _ in range(2):
-                (model(torch.randn(4, 64)).square().mean() / 2).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        accumulate(model, optimizer)
     assert audit.result.verdict == "holds", audit.result
     assert seen
     assert all(one == own for one in seen)
