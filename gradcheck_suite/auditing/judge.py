@@ -283,7 +283,13 @@ class AuditJudge:
             if self._known is None or steps[0].optimizer in self._known:
                 self._on_step(steps)
                 assert self.window is not None
-                self.window.step = replace(self.window.step, gradients={})
+                self.window.step = replace(
+                    self.window.step,
+                    gradients={},
+                    masked={},
+                    before_clipping={},
+                    unwritten=(),
+                )
             else:
                 self._on_first_step(steps)
         else:
@@ -466,6 +472,8 @@ class AuditJudge:
         self.add(violation)
 
     def _on_step(self, steps: Sequence[StepRecord]) -> None:
+        if self.window is not None:
+            self.window.slim()
         window = self.window = self._replay.on_step(steps)
         self.used = {}
         self._of_step = []

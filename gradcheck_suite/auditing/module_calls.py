@@ -12,6 +12,7 @@ import contextlib
 import functools
 import inspect
 import io
+import sys
 import warnings
 import weakref
 from collections import OrderedDict
@@ -52,7 +53,7 @@ from gradcheck_suite.auditing.samples import (
     is_same_fingerprint,
     sample,
 )
-from gradcheck_suite.auditing.saved_values import note_call
+from gradcheck_suite.auditing.saved_values import bytes_saved, note_call
 from gradcheck_suite.auditing.shared_parameters import can_be_shared, put_back, shared
 from gradcheck_suite.auditing.terms import elements, factors_below, is_leaf, live, mark_call
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF, dtype_name
@@ -254,6 +255,7 @@ class ModuleCall:
         has_hooked_output: whether it had when the gradient came back.
         passed: index of an output -> the gradient that hooks of the program's on it have let pass.
         packing: the hooks of the program on saved tensors that were on, which pack and unpack.
+        bytes_saved: how much memory the call has kept for its backward.
     """
 
     module: torch.nn.Module
@@ -281,6 +283,7 @@ class ModuleCall:
     has_hooked_output: bool = False
     passed: dict[int, torch.Tensor] = field(default_factory=dict)
     packing: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+    bytes_saved: int = 0
 
     @property
     def changed(self) -> bool:
@@ -675,7 +678,9 @@ class ModuleCalls:
         if (once := (id(module), module.training)) not in self._looked_at:
             self._looked_at.add(once)
             self.functions |= set(filter(is_of_program, kinds_of(differentiable(output))))
-        mark_call(differentiable(output), [*given.below, *_nodes_of(others)])
+        below = [*given.below, *_nodes_of(others)]
+        forward.bytes_saved = bytes_saved(module, differentiable(output), below)
+        mark_call(differentiable(output), below)
         for tensor in filter(_computes_in_python, leaves_of(output)):
             forward.refusal = OF_PYTHON.format(type(tensor).__name__)
             tensor.register_hook(self._hook(self._receive, forward, -1))
@@ -1052,12 +1057,30 @@ def _watched_hooks(lines: list[str], *, unhooked: bool) -> Iterator[None]:
 
 def has_room(module: torch.nn.Module) -> bool:
     """Return whether there is memory for what checkpoints throw away."""
-    devices = {p.device for p in module.parameters() if p.is_cuda}
     return all(
         4 * torch.cuda.max_memory_allocated(one)
         < torch.cuda.get_device_properties(one).total_memory
-        for one in devices
+        for one in _devices_of(module)
     )
+
+
+def peak_memory(module: torch.nn.Module) -> int:
+    """Return the most bytes that the program has had so far where a module lies: on its devices, else
+    in the process; 0 where the system does not tell.
+    """
+    devices = _devices_of(module)
+    if devices:
+        return sum(map(torch.cuda.max_memory_allocated, devices))
+    try:
+        import resource
+    except ModuleNotFoundError:  # on Windows
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak << 10
+
+
+def _devices_of(module: torch.nn.Module) -> set[torch.device]:
+    return {p.device for p in module.parameters() if p.is_cuda}
 
 
 def replay(
@@ -1300,9 +1323,11 @@ class _Arrivals:
             return None
         if arrived.layout != torch.strided or type(arrived) not in OWN:
             return None
-        self.take(key, arrived)
-        # autograd would keep all gradients until the last one is there: this one has no memory
-        return arrived.new_zeros(()).expand(arrived.shape)
+        # what compares it is of the suite, and nobody asks what that writes
+        with torch._C._DisableTorchDispatch():
+            self.take(key, arrived)
+            # autograd would keep all gradients until the last one is there: this one has no memory
+            return arrived.new_zeros(()).expand(arrived.shape)
 
     def take(self, key: int, arrived: torch.Tensor | None) -> None:
         """Hand over a gradient, once."""

@@ -56,6 +56,8 @@ class ParameterPoints:
             for key, mark in zip(parameters, marks, strict=True)
         }
         before = self._last if step == self._step else {}
+        if points == before:
+            points = before  # those of thousands of parameters are kept for each pass of a window
         self._last = points
         self._step = step
         moved = {key for key, point in points.items() if before.get(key, point) != point}

@@ -430,9 +430,10 @@ def _base_of(container: Any) -> Any:
     """Return the built-in class of a container: a subclass may refuse to be written to, as a frozen
     dict does.
     """
-    return next(
-        kind for kind in (OrderedDict, dict, list, set, deque) if isinstance(container, kind)
-    )
+    kinds = OrderedDict, dict, list, set, deque
+    if type(container) in kinds:
+        return type(container)
+    return next(kind for kind in kinds if isinstance(container, kind))
 
 
 def _content(container: Any) -> Any:
@@ -440,6 +441,8 @@ def _content(container: Any) -> Any:
 
     transformers' `ACT2FN` makes an object of a class at each access.
     """
+    if type(container) is dict:  # a module has three, and a model thousands of these
+        return container.copy()
     kind = _base_of(container)
     keys = list(kind.__iter__(container))
     return (

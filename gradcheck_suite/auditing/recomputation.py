@@ -54,6 +54,7 @@ from gradcheck_suite.auditing.module_calls import (
     ReplayResult,
     backward_hooks,
     discarded_output,
+    peak_memory,
     point_of,
     replay,
 )
@@ -88,6 +89,9 @@ UNSEEN = (
 )
 MOST_LINES = 3
 """Lines that a sentence names."""
+LITTLE_ROOM = 1 << 24
+SHARE_OF_PEAK = 0.05
+"""Bytes, and share of the program's peak, that a window in one batch may save beyond what one of its calls has."""
 
 
 class NotKept(NotRecomputed):
@@ -469,6 +473,19 @@ def _low_precision(parts: Sequence[RecordedCall]) -> bool:
     )
 
 
+def _fits_at_once(parts: Sequence[RecordedCall]) -> bool:
+    """Return whether all calls at once take little more memory than one by one: a program that
+    accumulates may do so for want of it.
+
+    One by one, their gradients are added up, which takes as much as the parameters.
+    """
+    saved = [part.forward.bytes_saved for part in parts]
+    module = parts[0].forward.module
+    of_gradients = sum(p.numel() * p.element_size() for p in module.parameters())
+    room = max(LITTLE_ROOM, of_gradients, SHARE_OF_PEAK * peak_memory(module))
+    return sum(saved) - max(saved) <= room
+
+
 def in_one_batch(
     parts: Sequence[RecordedCall], observed: Gradients, factor: float
 ) -> ComparedGradient | None:
@@ -482,7 +499,9 @@ def in_one_batch(
         observed: id of each parameter -> its `.grad`.
         factor: the common factor that something seen explains.
     """
-    concatenated = None if len(parts) < 2 or _low_precision(parts) else _concatenated(parts)
+    if len(parts) < 2 or _low_precision(parts) or not _fits_at_once(parts):
+        return None
+    concatenated = _concatenated(parts)
     if concatenated is None:
         return None
     total = ComparedGradient(observed, factor, parts[0].is_sampled)

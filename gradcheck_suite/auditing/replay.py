@@ -10,7 +10,7 @@ hand.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import chain, compress, product
@@ -317,6 +317,15 @@ class StepWindow:
     masked: Mapping[int, bool] = field(default_factory=dict)
     left_of_last: Mapping[int, LeftOfLast] = field(default_factory=dict)
 
+    def slim(self) -> None:
+        """Let go of what only the judgement of its sum needs: a window is kept, to be weighed with
+        the others of the run.
+        """
+        if self.edit != BY_HAND:
+            self.null = set()
+            self.zero = set()
+            self.coefficients = {}
+
     @property
     def where(self) -> Place:
         """Where its last pass went backward, or else the step."""
@@ -424,6 +433,7 @@ class Replay:
         self._copies: dict[int, int] = {}
         self._misplaced_copies: Mapping[int, int] = {}
         self._discarded: dict[frozenset[int], Coefficients] = {}
+        self._of_last: deque[dict[int, str]] = deque(maxlen=MOST_ALIKE)
 
     def tolerance(self, key: int) -> float:
         """Return the relative difference that rounding explains in the `.grad` of a parameter."""
@@ -844,8 +854,22 @@ class Replay:
             kept = {source: c for source, c in coefficients.items() if source[1] >= 0}
             self._discarded.setdefault(frozenset(index for _, index in kept), kept)
 
+    def _slim(self, seen: BackwardPass) -> None:
+        """Let go of what a pass has that only its own windows need: they are kept, to be weighed with
+        the others of the run, and of thousands of parameters each would take megabytes.
+        """
+        seen.arrived = {}
+        for record in seen.records:
+            # most passes reach the same parameters as the one before
+            record.arrivals = next(
+                (one for one in self._of_last if one == record.arrivals), record.arrivals
+            )
+            self._of_last.append(record.arrivals)
+
     def on_gap(self) -> None:
         """Forget what stood in `.grad`: passes and steps follow that were not recorded."""
+        for seen in self.passes.values():
+            self._slim(seen)
         for kept in (
             self.passes,
             self._arrived,
@@ -1535,7 +1559,7 @@ class Replay:
         }
         old = self.number_of_passes - MOST_PASSES
         for index in [i for i, seen in self.passes.items() if i < old or is_done(i, seen)]:
-            del self.passes[index]
+            self._slim(self.passes.pop(index))
         kept = self.passes.keys()
         for source in [
             source for source in self._arrived if source[1] not in kept and source[1] != EARLIER
@@ -1596,6 +1620,9 @@ def _set_edit(
 
 MOST_PASSES = 512
 """Passes that are kept for parameters that no optimizer has stepped on."""
+MOST_ALIKE = 4
+"""Passes with whose arrivals those of one are compared: the first one of a window finds nothing in `.grad`, and others
+what it has left."""
 COPIED = 1e-5
 """Relative difference of a gradient that is copied from one parameter to another one in float32, and may be divided."""
 COPIED_VALUES = 1e-2

@@ -119,6 +119,8 @@ def _on_device(device: torch.device) -> torch.Tensor:
 @np.errstate(invalid="ignore")
 def _projected(array: npt.NDArray[Any]) -> Vector:
     """Return the projections of flat numbers: the sign of a tile times the sign of a place in it."""
+    if not array.any():  # as far below in a deep model, and of rows that no item has
+        return np.zeros(PROJECTIONS)
     whole = len(array) // TILE
     tiles = array[: whole * TILE].reshape(whole, TILE)
     signs = _of_tiles(whole)

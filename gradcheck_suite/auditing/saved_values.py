@@ -147,6 +147,29 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+def bytes_saved(
+    module: torch.nn.Module, outputs: Iterable[torch.Tensor], below: Sequence[Any]
+) -> int:
+    """Return how much memory the nodes of a call keep for its backward, beside the parameters.
+
+    Args:
+        module: that was called.
+        outputs: of the call.
+        below: the nodes that its inputs had.
+    """
+    seen = dict[int, int]()
+    for output in outputs:
+        for saved in _saved_by_call(output.grad_fn, below):
+            if _has_storage(saved.tensor):
+                seen[_memory(saved.tensor)] = saved.tensor.untyped_storage().nbytes()
+    parameters = set(map(_memory, filter(_has_storage, module.parameters())))
+    return sum(size for where, size in seen.items() if where not in parameters)
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return type(tensor) in samples.OWN and tensor.layout == torch.strided
+
+
 def note_call(
     module: torch.nn.Module,
     inputs: Iterable[Any],

@@ -17,6 +17,9 @@ ATTEMPTS = 6
 PAIR = 2
 """Windows at the beginning that are judged, those of them that are computed again, in so many attempts, and windows
 that are judged together: that a gradient leaks shows in the second one."""
+ENOUGH = 10.0
+"""Seconds of an audit after which no more of the first windows are judged than those that are computed again and a
+pair, unless the budget pays for them."""
 FURTHEST = 500
 ON_RANKS = 50
 """Windows of which one pair is judged whatever it costs; the same where several ranks judge the same windows."""
@@ -152,7 +155,9 @@ class Schedule:
         # the first step of each optimizer after a gap tells what stands in `.grad`, and is not
         # judged
         least = PAIR + bool(self._gaps)
-        number = least if self._gaps else FIRST
+        costs_much = not self._on_ranks and self._spent > ENOUGH
+        first = AGAIN + PAIR if costs_much else FIRST
+        number = least if self._gaps else first
         if self._in_a_row < number:
             return False
         # optimizers that are made anew all the time would be waited for in vain: to do so took nine

@@ -45,6 +45,7 @@ TABLE = (
             "torch._C._current_graph_task_id",
             "torch._C._autograd._top_saved_tensors_default_hooks",
             "torch._C._autograd._unsafe_set_version_counter",
+            "torch._C._DisableTorchDispatch",
             "torch._C._EnableTorchFunction",
             "torch._C._disabled_torch_dispatch_impl",
             "torch._C._dispatch_key_parse",

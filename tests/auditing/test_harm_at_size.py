@@ -27,6 +27,7 @@ from gradcheck_suite.auditing import (
     strays,
 )
 from gradcheck_suite.auditing.places import Place, lines_with
+from gradcheck_suite.auditing.saved_values import bytes_saved
 from gradcheck_suite.auditing.schedule import ATTEMPTS, Schedule
 from gradcheck_suite.core.options import AuditOptions
 from tests.auditing.running import accumulate
@@ -357,3 +358,59 @@ def test_elements_that_are_kept_for_masks_are_bounded_over_all_gradients():
     watch.arrived(gradients, full=True, sparse=())
     assert sum(len(one.then) for one in watch._kept.values()) <= masks.MOST_OF_ALL
     assert masks.MOST_OF_ALL // 1024 < 64 * 64
+
+
+def test_a_window_that_was_judged_keeps_little_of_each_parameter():
+    """Hundreds of windows are kept, to be weighed together: of thousands of layers each took 10 MB."""
+    layers = 100
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(layers)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    kept = list[int]()
+    with gradcheck_suite.audit(quiet=True, without=("batch",)) as audit:
+        tracemalloc.start()
+        try:
+            for _ in range(16):
+                for _ in range(4):
+                    (model(torch.randn(2, 4)).square().mean() / 4).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                gc.collect()
+                kept.append(tracemalloc.get_traced_memory()[0])
+        finally:
+            tracemalloc.stop()
+    assert audit.result.windows == 16
+    # a checksum and an entry for it; what arrived, in four passes, was 1,200 bytes beside that
+    assert (kept[15] - kept[5]) / 10 / (2 * layers) < 300
+
+
+def test_a_costly_audit_judges_fewer_of_the_first_windows():
+    judged = dict[float, int]()
+    for cost in (0.4, 4.0):
+        schedule = Schedule(AuditOptions(budget="0.001%"), on_ranks=False)
+        judged[cost] = 1 + sum(
+            schedule.after(0, number, cost * number, was_full=False) for number in range(1, 30)
+        )
+    assert judged == {0.4: 20, 4.0: 5}
+
+
+def test_what_a_call_has_saved_is_counted_without_the_parameters():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+    output = model(torch.randn(64, 8))
+    # the inputs of both layers; what the ReLU has given is that of the second one
+    assert bytes_saved(model, [output], []) == 4 * (64 * 8 + 64 * 32)
+
+
+@pytest.mark.parametrize(("items", "how"), [(64, "in one batch"), (4096, "by micro-batch")])
+def test_a_window_is_computed_at_once_where_that_takes_little_more_memory(items, how, monkeypatch):
+    """Whoever accumulates may lack the memory for the whole batch."""
+    monkeypatch.setattr(recomputation, "peak_memory", lambda _: 300_000_000)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 512), torch.nn.ReLU(), torch.nn.Linear(512, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with gradcheck_suite.audit(quiet=True) as audit:
+        for _ in range(2):
+            for _ in range(4):  # each saves 2 KB for each item
+                (model(torch.randn(items, 8)).square().mean() / 4).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (again,) = audit.result.again
+    assert how in again, audit.result
