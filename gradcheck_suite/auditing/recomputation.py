@@ -89,7 +89,7 @@ UNSEEN = (
 )
 MOST_LINES = 3
 """Lines that a sentence names."""
-LITTLE_ROOM = 1 << 24
+LITTLE_ROOM = 3 << 23
 SHARE_OF_PEAK = 0.05
 """Bytes, and share of the program's peak, that a window in one batch may save beyond what one of its calls has."""
 
