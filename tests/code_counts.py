@@ -208,8 +208,8 @@ LIMITS: dict[str, float] = {
     # kept keyword arguments, memory of windows and the forked process to 7,000
     TOKENS: 552_000,
     OVER_25: 0,
-    OVER_15: 10.5,
-    LARGE_CLASSES: 6,
+    OVER_15: 10.4,
+    LARGE_CLASSES: 5,
 }
 """What has been reached.
 

@@ -34,6 +34,144 @@ SHORTEST = 5.0
 """Seconds that a run is taken to last at least."""
 
 
+class EpochEnds:
+    """Expects a window of another length than usual as far away as the last one was: an epoch ends
+    with it.
+
+    Attributes:
+        expected: the number of the window that is expected; 0 where none is.
+    """
+
+    def __init__(self) -> None:
+        self.expected = 0
+        self._passes = 0
+        self._last = 0
+        self._usual = 0
+        self._lengths: Counter[int] = Counter()
+
+    def take(self, window: int, passes: int) -> None:
+        """Take a window, by its number and that of the passes that have gone backward so far."""
+        length = passes - self._passes
+        self._passes = passes
+        self._lengths[length] += 1
+        if self._lengths[length] > self._lengths[self._usual]:
+            self._usual = length
+        if length != self._usual:
+            period = window - self._last
+            self._last = window
+            self.expected = window + period if period > RECENT else 0
+
+    def skip(self, passes: int) -> None:
+        """Take passes that are not counted as a window."""
+        self._passes = passes
+
+
+class Budget:
+    """Tells what the time of a run pays for.
+
+    Args:
+        share: of the run's time; None for all of it.
+
+    Attributes:
+        spent: seconds that the audit has taken so far.
+        of_windows: seconds that a judged window takes.
+        of_recomputed: seconds that the last window took that was computed again.
+    """
+
+    def __init__(self, share: float | None) -> None:
+        self.spent = 0.0
+        self.of_windows = 0.0
+        self.of_recomputed = 0.0
+        self._share = share
+        self._began = self._last = time.perf_counter()
+        self._seconds = 0.0
+        self._number = 0
+
+    def take(self, spent: float, *, was_full: bool | None) -> None:
+        """Take a judged window.
+
+        Args:
+            spent: seconds that the audit has taken so far.
+            was_full: whether it was computed again; None for one that was judged in part.
+        """
+        now = time.perf_counter()
+        cost = spent - self.spent
+        seconds = now - self._last
+        self.spent = spent
+        self._last = now
+        if was_full:
+            self.of_recomputed = cost
+        elif was_full is not None:
+            self._number += 1
+            # what the first windows cost more is soon outweighed
+            share = 1 / min(self._number, FIRST)
+            self.of_windows += share * (cost - self.of_windows)
+            self._seconds += share * (seconds - self._seconds)
+
+    def begin(self) -> None:
+        """Begin to measure a window."""
+        self._last = time.perf_counter()
+
+    def pays(self, cost: float) -> bool:
+        """Return whether there are so many seconds more."""
+        if self._share is None:
+            return True
+        lasted = max(time.perf_counter() - self._began, SHORTEST)
+        # a share of what the run takes by itself
+        return self.spent + cost <= self._share * (lasted - self.spent)
+
+    def pays_for_all(self) -> bool:
+        """Return whether judging every window costs less."""
+        return self._share is None or 0 < self.of_windows <= self._share * self._seconds
+
+
+class Recomputed:
+    """Tells of which optimizer a window is to be computed again.
+
+    Args:
+        every: windows of an optimizer after which the next one is due.
+
+    Attributes:
+        number: index of an optimizer -> how many of its windows were computed again.
+        begins: whether the first windows of an optimizer are.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.number: Counter[int] = Counter()
+        self.begins = False
+        self._every = every
+        self._due: dict[int, int] = {}
+        self._attempts: Counter[int] = Counter()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a window of some optimizer is."""
+        return min(self._due.values(), default=0) <= 0
+
+    def take(self, optimizer: int, *, was_full: bool, may_begin: bool) -> None:
+        """Take a window: the first ones of each optimizer are due, and every M-th after it."""
+        if not was_full:
+            self._due[optimizer] = self._due.get(optimizer, 1) - 1
+            return
+        self._attempts[optimizer] += 1
+        # one that steps no more is not waited for
+        kept = {other: due for other, due in self._due.items() if due > -self._every}
+        self._due = {other: due - (due <= 0) for other, due in kept.items()}
+        is_tried = self._attempts[optimizer] < ATTEMPTS
+        self.begins = may_begin and self.number[optimizer] < AGAIN and is_tried
+        self._due[optimizer] = 0 if self.begins else self._wait(optimizer) - 1
+
+    def _wait(self, optimizer: int) -> int:
+        """Return after how many windows one is computed again: ever more where none could be."""
+        failed = self._attempts[optimizer] - self.number[optimizer]
+        return self._every << min(max(failed - ATTEMPTS + 1, 0), LONGEST)
+
+    def forget(self, optimizer: int) -> None:
+        """Forget an optimizer that the program has let go."""
+        for kept in (self._due, self._attempts, self.number):
+            kept.pop(optimizer, None)
+
+
 class Schedule:
     """Tells which windows are judged, and which of them are looked at in full and computed again.
 
@@ -51,43 +189,29 @@ class Schedule:
 
     def __init__(self, options: AuditOptions, *, on_ranks: bool) -> None:
         self.full = True
-        self.again: Counter[int] = Counter()
-        self._every = options.every or EVERY
-        self._share = options.share
+        self._recomputed = Recomputed(options.every or EVERY)
+        self.again = self._recomputed.number
+        self._has_budget = options.share is not None
+        # several ranks must decide alike, and none knows the time of the others
+        self._budget = Budget(None if on_ranks else options.share)
         self._on_ranks = on_ranks
-        self._began = self._last = time.perf_counter()
-        self._due: dict[int, int] = {}
-        self._attempts: Counter[int] = Counter()
+        self._ends = EpochEnds()
         self._last_window: dict[int, int] = {}
         self._judged: Counter[int] = Counter()
         self._in_a_row = 0
-        self._windows = self._counted = self._gaps = self._number = self._passes = self._odd = (
-            self._expected
-        ) = 0
-        self._lengths: Counter[int] = Counter()
-        self._usual = 0
-        self._is_fresh = self._again_first = self._has_let_go = False
-        self._spent = self._of_windows = self._of_recomputed = self._seconds = 0.0
+        self._windows = self._counted = self._gaps = 0
+        self._is_fresh = False
+        self._has_let_go = False
 
     def _measure(self, optimizer: int, passes: int) -> None:
-        """Count a window, and expect one of another length as far away as the last one was: an
-        epoch ends with it.
-        """
+        """Count a window."""
         self._windows += 1
         # in the order of their last windows
         self._last_window.pop(optimizer, None)
         self._last_window[optimizer] = self._windows
         while self._last_window[oldest := next(iter(self._last_window))] <= self._windows - RECENT:
             del self._last_window[oldest]
-        length = passes - self._passes
-        self._passes = passes
-        self._lengths[length] += 1
-        if self._lengths[length] > self._lengths[self._usual]:
-            self._usual = length
-        if length != self._usual:
-            period = self._windows - self._odd
-            self._odd = self._windows
-            self._expected = self._windows + period if period > RECENT else 0
+        self._ends.take(self._windows, passes)
 
     def after(self, optimizer: int, passes: int, spent: float, *, was_full: bool) -> bool:
         """Count a window that was judged, and return whether the next one is.
@@ -98,55 +222,20 @@ class Schedule:
             spent: seconds that the audit has taken so far.
             was_full: whether it was looked at in full.
         """
-        now = time.perf_counter()
-        cost = spent - self._spent
-        seconds = now - self._last
-        self._spent = spent
-        self._last = now
+        self._budget.take(spent, was_full=None if self._is_fresh else was_full)
         self._judged[optimizer] += 1
         self._in_a_row += 1
         if self._is_fresh:  # it tells what stands in `.grad`, and has been counted
             self._is_fresh = False
-            self._passes = passes
+            self._ends.skip(passes)
             return True
         self._measure(optimizer, passes)
-        if was_full:
-            self._attempts[optimizer] += 1
-            self._of_recomputed = cost
-        else:
-            self._number += 1
-            # what the first windows cost more is soon outweighed
-            share = 1 / min(self._number, FIRST)
-            self._of_windows += share * (cost - self._of_windows)
-            self._seconds += share * (seconds - self._seconds)
-        self._count(optimizer, was_full=was_full)
-        self.full = min(self._due.values(), default=0) <= 0 and (
-            self._again_first or self._pays(self._of_recomputed)
+        may_begin = self._has_budget and not self._gaps and self._windows < FIRST
+        self._recomputed.take(optimizer, was_full=was_full, may_begin=may_begin)
+        self.full = self._recomputed.is_due and (
+            self._recomputed.begins or self._budget.pays(self._budget.of_recomputed)
         )
-        return (
-            self._share is None
-            or not self._is_done()
-            or (not self._on_ranks and self._goes_on(self._share))
-        )
-
-    def _count(self, optimizer: int, *, was_full: bool) -> None:
-        """Count a window: the first ones of each optimizer are due, and every M-th after it."""
-        if was_full:
-            # one that steps no more is not waited for
-            kept = {other: due for other, due in self._due.items() if due > -self._every}
-            self._due = {other: due - (due <= 0) for other, due in kept.items()}
-            self._again_first = self._share is not None and not self._gaps and self._windows < FIRST
-            self._again_first &= (
-                self.again[optimizer] < AGAIN and self._attempts[optimizer] < ATTEMPTS
-            )
-            self._due[optimizer] = 0 if self._again_first else self._wait(optimizer) - 1
-        else:
-            self._due[optimizer] = self._due.get(optimizer, 1) - 1
-
-    def _wait(self, optimizer: int) -> int:
-        """Return after how many windows one is computed again: ever more where none could be."""
-        failed = self._attempts[optimizer] - self.again[optimizer]
-        return self._every << min(max(failed - ATTEMPTS + 1, 0), LONGEST)
+        return not self._has_budget or not self._is_done() or self._goes_on()
 
     def _is_done(self) -> bool:
         """Return whether the windows that are judged together have been, of each optimizer that
@@ -155,7 +244,7 @@ class Schedule:
         # the first step of each optimizer after a gap tells what stands in `.grad`, and is not
         # judged
         least = PAIR + bool(self._gaps)
-        costs_much = not self._on_ranks and self._spent > ENOUGH
+        costs_much = not self._on_ranks and self._budget.spent > ENOUGH
         first = AGAIN + PAIR if costs_much else FIRST
         number = least if self._gaps else first
         if self._in_a_row < number:
@@ -169,25 +258,16 @@ class Schedule:
     def forget(self, optimizer: int) -> None:
         """Forget an optimizer that the program has let go: its windows are not waited for."""
         self._has_let_go = True
-        for kept in (self._last_window, self._due, self._attempts, self._judged, self.again):
+        self._recomputed.forget(optimizer)
+        for kept in (self._last_window, self._judged):
             kept.pop(optimizer, None)
 
-    def _goes_on(self, share: float) -> bool:
+    def _goes_on(self) -> bool:
         """Return whether judging every window costs less than the budget, or it pays for one more
         at least.
         """
-        return 0 < self._of_windows <= share * self._seconds or self._pays(self._of_windows)
-
-    def _pays(self, cost: float) -> bool:
-        """Return whether the budget pays for so many seconds more.
-
-        Several ranks must decide alike.
-        """
-        if self._share is None or self._on_ranks:
-            return True
-        lasted = max(time.perf_counter() - self._began, SHORTEST)
-        # a share of what the run takes by itself
-        return self._spent + cost <= self._share * (lasted - self._spent)
+        budget = self._budget
+        return not self._on_ranks and (budget.pays_for_all() or budget.pays(budget.of_windows))
 
     def resumes(self, optimizer: int, passes: int, spent: float) -> bool:
         """Count a window that was not judged, and return whether it tells what stands there before
@@ -198,21 +278,24 @@ class Schedule:
             passes: that have gone backward so far.
             spent: seconds that the audit has taken so far.
         """
-        self._spent = spent
+        budget = self._budget
+        budget.spent = spent
         self._counted += 1
         self._measure(optimizer, passes)
-        due = min(self._due.values(), default=0) <= 0
+        due = self._recomputed.is_due
         begins = self._counted >= (ON_RANKS if self._on_ranks else FURTHEST) - PAIR
         if not self._on_ranks:
-            begins = begins or self._windows == self._expected - PAIR
-            begins = begins or self._pays((PAIR + 1) * self._of_windows + due * self._of_recomputed)
+            begins = begins or self._windows == self._ends.expected - PAIR
+            begins = begins or budget.pays(
+                (PAIR + 1) * budget.of_windows + due * budget.of_recomputed
+            )
         if begins:
             self._counted = 0
             self._gaps = self._gaps + 1
             self._is_fresh = True
             self._has_let_go = False
-            self._last = time.perf_counter()
             self._judged.clear()
             self._in_a_row = 0
-            self.full = due and self._pays(self._of_recomputed)
+            budget.begin()
+            self.full = due and budget.pays(budget.of_recomputed)
         return begins
