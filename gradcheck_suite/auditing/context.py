@@ -1079,6 +1079,7 @@ class TorchAudit:
         )
         strays = () if self._judge.has_copies else self._strays.findings(self._name_of)
         findings = Counter(unknown) + self._recorder.notes + self._judge.notes()
+        findings += Counter(self._forwards.unused.findings(self._recorder.steps_seen))
         return findings + Counter(strays) + off + Counter(self._recorder.declarations.unused)
 
     def _with_skipped(self, findings: Counter[Occurrence]) -> Counter[Occurrence]:

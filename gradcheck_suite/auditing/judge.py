@@ -1010,23 +1010,25 @@ class AuditJudge:
         covered = Counter[int]()
         for (optimizer, _), count in self._places.items():
             covered[optimizer] += count.windows
+        places = {place for _, place in self._places}
         for (optimizer, place), count in self._places.items():
             every = self._windows[optimizer]
+            where = place.apart_from(places)
             if count.windows == 1 < every and (optimizer, place) in self._of_first:
                 said = (
                     "what goes backward here, before the first step and never again, is in its"
                     " gradient"
                 )
-                self._notes[finding("gradient-before-loop", said, place)] += 1
+                self._notes[finding("gradient-before-loop", said, where)] += 1
             elif count.lost and not count.used:
                 # else another optimizer steps on what goes backward here
                 if place not in somewhere:
                     said = "what goes backward here is in no step of the whole run"
-                    self._notes[finding("discarded-pass", said, place)] += 1
+                    self._notes[finding("discarded-pass", said, where)] += 1
             # lines that take turns have each their windows
             elif count.windows < every and covered[optimizer] != every:
                 said = f"backward is called here in {count.windows} of {every} windows"
-                self._notes[finding("occasional-pass", said, place)] += 1
+                self._notes[finding("occasional-pass", said, where)] += 1
 
     def _note_run(self) -> None:
         """Note what moved, was clipped, was alike on all ranks, or got no gradient, over the run."""

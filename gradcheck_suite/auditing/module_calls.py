@@ -34,7 +34,7 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from gradcheck_suite.auditing.checkpointed import GENERATOR, CheckpointWatch
 from gradcheck_suite.auditing.modes import Apart, AsBefore, is_of_rows
-from gradcheck_suite.auditing.places import current_place
+from gradcheck_suite.auditing.places import Place, current_place
 from gradcheck_suite.auditing.program_state import (
     NotRecomputed,
     ProgramState,
@@ -56,6 +56,7 @@ from gradcheck_suite.auditing.samples import (
 from gradcheck_suite.auditing.saved_values import bytes_saved, note_call
 from gradcheck_suite.auditing.shared_parameters import can_be_shared, put_back, shared
 from gradcheck_suite.auditing.terms import elements, factors_below, is_leaf, live, mark_call
+from gradcheck_suite.auditing.unused_calls import UnusedCalls
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF, dtype_name
 from gradcheck_suite.run.functions import ancestors, is_of_program, kinds_of
 
@@ -256,6 +257,8 @@ class ModuleCall:
         passed: index of an output -> the gradient that hooks of the program's on it have let pass.
         packing: the hooks of the program on saved tensors that were on, which pack and unpack.
         bytes_saved: how much memory the call has kept for its backward.
+        counted_at: where it was called, as long as its gradient is waited for and none has
+            come.
     """
 
     module: torch.nn.Module
@@ -284,6 +287,7 @@ class ModuleCall:
     passed: dict[int, torch.Tensor] = field(default_factory=dict)
     packing: tuple[Callable[..., Any], Callable[..., Any]] | None = None
     bytes_saved: int = 0
+    counted_at: Place | None = None
 
     @property
     def changed(self) -> bool:
@@ -409,6 +413,7 @@ class ModuleCalls:
         functions: classes of custom functions in the graphs of recorded calls.
         repeated: the calls of this window, by which those of its backward are known to be the same.
         checkpoints: what those of torch compute again.
+        unused: the calls that no backward pass has reached.
     """
 
     def __init__(
@@ -424,6 +429,7 @@ class ModuleCalls:
         self.functions: set[type] = set()
         self._looked_at: set[tuple[int, bool]] = set()
         self.repeated = RepeatedCalls()
+        self.unused = UnusedCalls()
         self.checkpoints = CheckpointWatch(
             self._compares_checkpoints, self.repeated.around, functools.partial(self._try, READ)
         )
@@ -436,6 +442,7 @@ class ModuleCalls:
         self._failed = failed
         self._surrounding: torch.nn.Module | None = None
         self._outermost: torch.nn.Module | None = None
+        self._without_gradient: torch.nn.Module | None = None
         self._below_outermost = list[Any]()
         self._modes: list[Any] = []
         self._off = set[str]()
@@ -465,7 +472,7 @@ class ModuleCalls:
         if self._handles:
             module_hooks._has_any_global_hook = self._asked
         self._handles = []
-        self._surrounding = self._outermost = self._begun = None
+        self._surrounding = self._outermost = self._begun = self._without_gradient = None
 
     def _before(self, module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling():
@@ -477,22 +484,24 @@ class ModuleCalls:
         if in_full is None or self._surrounding not in (None, module):
             return
         # their inner module is recorded instead: to call them again would start a collective
-        if (
-            type(module).__name__ in ("DistributedDataParallel", "DataParallel")
-            or not torch.is_grad_enabled()
-        ):
+        if type(module).__name__ in ("DistributedDataParallel", "DataParallel"):
             return
         if (
             torch._C._current_graph_task_id() != -1
             or torch._C._functorch.peek_interpreter_stack() is not None
         ):
             return
+        if not torch.is_grad_enabled():
+            if in_full and self._without_gradient is None:
+                self._without_gradient = module
+                self._try(READ, self._count, module, self._steps())
+            return
         if not in_full:
             self._surrounding = module
             return
         self._try(WINDOW_AGAIN, self._begin, module, arguments)
 
-    def _try(self, instrument: str, work: Callable[..., None], *arguments: Any) -> None:
+    def _try(self, instrument: str, work: Callable[..., object], *arguments: Any) -> None:
         """Let an instrument work, which no mode of the program sees and which raises nothing into it.
 
         One that has failed is off from then on, and it is said.
@@ -518,6 +527,12 @@ class ModuleCalls:
         if self._outermost is None and _is_in_program():
             self._outermost = module
             self._below_outermost = _nodes_of(pytree.tree_leaves(arguments))
+
+    def _count(self, module: torch.nn.Module, steps: int) -> Place | None:
+        """Count a call of a module that trains; return its place where its gradient is asked for."""
+        trains = module.training and any(p.requires_grad for p in module.parameters())
+        place = current_place() if trains else None
+        return place if place is not None and self.unused.made(place, steps) else None
 
     def _begin(self, module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
         parameters = list(module.parameters())
@@ -565,6 +580,8 @@ class ModuleCalls:
             return
         if self._is_full:
             self._try(READ, self._note_end, module, arguments, keywords, output)
+        if module is self._without_gradient:
+            self._without_gradient = None
         if module is not self._surrounding:
             return
         begun = self._begun
@@ -627,7 +644,7 @@ class ModuleCalls:
         """Forget the calls of a window that is over."""
         self.repeated.forget()
         self.checkpoints.forget()
-        self._outermost = None  # of a call that has raised
+        self._outermost = self._without_gradient = None  # of a call that has raised
 
     def _hook(self, told: Callable[..., None], *about: Any) -> Callable[[torch.Tensor], None]:
         """Return a hook that tells of the gradient of an output, and raises nothing into the
@@ -675,6 +692,7 @@ class ModuleCalls:
         if any(not p.is_leaf for p in module.parameters()):
             forward.refusal = LENT.format(current_place().line)
         seen = set[int]()
+        forward.counted_at = self._count(module, forward.steps)
         if (once := (id(module), module.training)) not in self._looked_at:
             self._looked_at.add(once)
             self.functions |= set(filter(is_of_program, kinds_of(differentiable(output))))
@@ -692,7 +710,14 @@ class ModuleCalls:
             node.register_prehook(functools.partial(_let_pass, forward, index, tensor.output_nr))
             if id(tensor) not in seen:  # a tensor that is returned twice receives one gradient
                 seen.add(id(tensor))
-                tensor.register_hook(self._hook(self._receive, forward, index))
+                tensor.register_hook(self._hook(self._reach, forward, index))
+
+    def _reach(self, forward: ModuleCall, index: int, cotangent: torch.Tensor) -> None:
+        """Take the gradient of an output of a call."""
+        if forward.counted_at is not None:
+            self.unused.reached(forward.counted_at, forward.steps)
+            forward.counted_at = None
+        self._receive(forward, index, cotangent)
 
 
 def _let_pass(

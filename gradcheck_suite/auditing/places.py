@@ -43,6 +43,18 @@ class Place:
             return self.line
         return f"{self.line} < {self.path[0]}"
 
+    def apart_from(self, others: Iterable[Place]) -> str:
+        """Return the innermost line that tells it from other places: what one function sends
+        backward may be called from several lines.
+        """
+        alike = [one.path for one in others if one != self and str(one) == str(self)]
+        if not alike:
+            return str(self)
+        for depth, line in enumerate(self.path, 1):
+            if all(path[:depth] != self.path[:depth] for path in alike):
+                return line
+        return str(self)
+
 
 NOWHERE = Place("?")
 

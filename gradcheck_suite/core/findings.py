@@ -113,6 +113,12 @@ _ROWS = (
         "what a line sent backward is in no step",
         "if it should be in one, do not reset between it and the step",
     ),
+    _finding(
+        "unused-call",
+        "some calls of a module at a line led to no backward pass",
+        "look for a loss that is detached, a `no_grad` that covers them, or a loss that is"
+        " overwritten before its backward",
+    ),
     _note("occasional-pass", "a line calls backward in some windows only"),
     _finding(
         "gradient-before-loop",

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gradcheck_suite.auditing.places import Loop, in_trace, loop_here
+from gradcheck_suite.auditing.places import Loop, Place, in_trace, loop_here
+from tests.auditing.running import audited
 
 LINES = """
 def program(see):
@@ -38,6 +39,29 @@ PAIRS = """
 def program(see):
     for epoch, name in enumerate("ab"):
         for row, other in enumerate("cd"): see(epoch)
+"""
+SHARPNESS_AWARE = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(5, 3)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+def passes():
+    for x in window:
+        (model(x).square().mean() / 2).backward()
+for _ in range(4):
+    window = torch.randn(2, 4, 5)
+    passes()  # first
+    moved = [0.05 * p.grad for p in model.parameters()]
+    with torch.no_grad():
+        for p, by in zip(model.parameters(), moved):
+            p.add_(by)
+    optimizer.zero_grad()
+    passes()
+    with torch.no_grad():
+        for p, by in zip(model.parameters(), moved):
+            p.sub_(by)
+    optimizer.step()
+    optimizer.zero_grad()
 """
 BOUND_AGAIN = """
 def program(see):
@@ -87,3 +111,32 @@ def test_what_the_user_divides_is_at_its_line_whatever_has_called_it():
         '  File "train.py", line 7, in training_step\n    return loss / 4\n',
     ]
     assert in_trace(entries, through_libraries=False) == "train.py:7"
+
+
+def test_a_place_is_told_from_others_by_the_innermost_line_of_its_own():
+    inner = "train.py:9"
+    first = Place(inner, (inner, "train.py:12"))
+    second = Place(inner, (inner, "train.py:18"))
+    deep = Place(inner, (inner, "train.py:30", "train.py:40"))
+    deeper = Place(inner, (inner, "train.py:30", "train.py:41"))
+    places = [first, second, deep, deeper]
+    assert [one.apart_from(places) for one in places] == [
+        "train.py:12",
+        "train.py:18",
+        "train.py:40",
+        "train.py:41",
+    ]
+    assert first.apart_from([first, Place("train.py:10", ("train.py:10",))]) == inner
+
+
+def test_a_pass_that_is_discarded_has_the_line_that_calls_it(tmp_path):
+    """The first of the two passes of sharpness-aware minimization: one function runs both."""
+    script = tmp_path / "sam.py"
+    script.write_text(SHARPNESS_AWARE)
+    result, _ = audited(script, quiet=True)
+    discarded = [one for one in result.findings if "in no step of the whole run" in one]
+    assert result.verdict == "holds", result
+    assert len(discarded) == 1, result.findings
+    assert (
+        f"sam.py:{1 + SHARPNESS_AWARE.splitlines().index('    passes()  # first')}" in discarded[0]
+    )
