@@ -934,9 +934,14 @@ class TorchAudit:
         The first windows are computed again as a whole, and each later one as a whole where its
         pass differs. All passes have their turn.
         """
-        before = self._schedule.again[window.optimizer] - AGAIN
+        again = self._schedule.again[window.optimizer]
+        before = again - AGAIN
         if before < 0 or len(passes) < 2 or self._doubts or self._is_of_kept:
             return None
+        if not again & (again + 1):
+            # other inputs may take another branch of a function: with the 4th, 8th, 16th window all
+            # are new
+            self._functions.clear()
         arrived = [window.passes[i].arrived for i in passes]
         return turn_of(before % len(passes), arrived, ids)
 
@@ -1079,6 +1084,7 @@ class TorchAudit:
         )
         strays = () if self._judge.has_copies else self._strays.findings(self._name_of)
         findings = Counter(unknown) + self._recorder.notes + self._judge.notes()
+        findings += self._forwards.notes
         findings += Counter(self._forwards.unused.findings(self._recorder.steps_seen))
         return findings + Counter(strays) + off + Counter(self._recorder.declarations.unused)
 

@@ -493,6 +493,7 @@ class AuditJudge:
         self._note_places(evidence)
         self._note_length(evidence)
         self._note_parts(evidence)
+        self._note_alike(window)
         if self._judges_sums:
             self._shared.take(evidence)
         used = self._judge_sums(evidence) if self._judges_sums else self._assumed(window)
@@ -652,6 +653,17 @@ class AuditJudge:
         if line and scaled and edited and (not unscaled or _number_of(unscaled) > _number_of(line)):
             self._clipped.add(line)
 
+    def _note_alike(self, window: StepWindow) -> None:
+        """Note that all micro-batches of a window have brought the same."""
+        arrived = [seen.arrived for seen in window.passes.values()]
+        if len(arrived) < 2 or not any(one.any() for one in arrived[0].values()):
+            return
+        keys = arrived[0].keys()
+        have_same = all(other.keys() == keys for other in arrived)
+        if have_same and self._replay.are_alike(arrived[0], arrived[1:], keys):
+            said = "all micro-batches of a window brought the same gradient"
+            self._notes[finding("same-micro-batches", said, window.where)] += 1
+
     def _note_parts(self, evidence: WindowEvidence) -> None:
         """Note parameters that get a gradient in some passes of a line and in others none."""
         own = {*evidence.window.keys}
@@ -750,7 +762,11 @@ class AuditJudge:
         """Note what a window's sum shows beside faults."""
         for one in decided.findings:
             if not one.rule.is_silent:
-                self._notes[one.rule.finding(one.seen)] += 1
+                found = one.rule.finding(one.seen)
+                if one.seen.keys:
+                    names = self._names(one.seen.keys)
+                    found = replace(found, sentence=f"{found.sentence} ({names})")
+                self._notes[found] += 1
             elif one.rule.called == "removed-gradient":
                 self._removed[window.optimizer].append(one.seen.keys)
             if one.seen.weights and self._judges_weights:
@@ -824,6 +840,12 @@ class AuditJudge:
         if window.edit == BY_HAND:
             one = replace(one, kept=[self._pending_of(window, kept) for kept in window.kept_apart])
         elif not used:
+            if window.has_only(window.zero):
+                # what arrived is 0 with any weights, and so is the gradient
+                self._mark_read({window.number})
+            elif window.has_only(window.null):
+                said = "no element of its gradients that was looked at differs from 0"
+                self.skipped[window.number] = finding("unread-weights", said)
             return
         pending.append(one)
         self._since[window.optimizer] += 1
@@ -1062,6 +1084,15 @@ class AuditJudge:
                     f" in any step ({self._names(never)})"
                 )
                 self._notes[finding("parameter-without-gradient", said, last.step.place)] += 1
+            frozen = [
+                key for key in last.keys if key in last.step.frozen & self._reached[optimizer]
+            ]
+            if frozen:
+                said = (
+                    f"{counted(len(frozen), 'parameter')} of the optimizer had a gradient in earlier"
+                    f" steps, and none is wanted in the last one ({self._names(frozen)})"
+                )
+                self._notes[finding("parameter-frozen-since", said, last.step.place)] += 1
 
     def _note_removed(self, optimizer: int) -> None:
         """Note gradients that were taken away before the step, as those of a layer that is frozen

@@ -2,9 +2,9 @@
 
 To walk a graph takes longer than all else in a pass. What it would find is known where the program
 makes as many nodes from pass to pass as it did when the graph was walked, where as many parameters
-require a gradient, where the program has no hook on any of them, where the first one below is the
-same, and where the gradient arrives at the same ones. Another copy of a model makes as many nodes,
-and is told by that first parameter.
+require a gradient and optimizers list as many, where the program has no hook on any of them, where
+the first one below is the same, and where the gradient arrives at the same ones. Another copy of a
+model makes as many nodes, and is told by that first parameter.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ class Made:
 
     Attributes:
         nodes: the number that autograd gives to the node which goes backward: it counts them.
-        parameters: the number of those that are known and require a gradient.
+        parameters: the number of those that are known and require a gradient, and of those that
+            optimizers list, to which the program may have added some.
         has_hooks: whether the program has a hook on one of them.
         first: the parameter that is met first on the way down; None where that is long.
     """
@@ -45,16 +47,19 @@ class Made:
     first: torch.Tensor | None = None
 
     @staticmethod
-    def of(roots: Iterable[Any], parameters: Iterable[torch.Tensor | None]) -> Made:
+    def of(
+        roots: Iterable[Any], parameters: Iterable[torch.Tensor | None], optimizers: Iterable[Any]
+    ) -> Made:
         """Return what has been made for what goes backward now."""
         nodes = [node for node, _ in map(edge_of, roots)]
         numbers = [node._sequence_nr() for node in nodes]
         trained = [p for p in parameters if p is not None and p.requires_grad]
         has_hooks = any(map(_has_hooks, trained))
         first = _first_parameter(nodes[0]) if nodes else None
+        groups = chain.from_iterable(one.param_groups for one in optimizers)
         return Made(
             max(numbers, default=UNKNOWN),
-            len(trained),
+            len(trained) + sum(len(group["params"]) for group in groups),
             has_hooks,
             first,
         )

@@ -15,7 +15,7 @@ import io
 import sys
 import warnings
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -53,11 +53,12 @@ from gradcheck_suite.auditing.samples import (
     is_same_fingerprint,
     sample,
 )
-from gradcheck_suite.auditing.saved_values import bytes_saved, note_call
+from gradcheck_suite.auditing.saved_values import note_call, saved_by_call
 from gradcheck_suite.auditing.shared_parameters import can_be_shared, put_back, shared
 from gradcheck_suite.auditing.terms import elements, factors_below, is_leaf, live, mark_call
 from gradcheck_suite.auditing.unused_calls import UnusedCalls
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF, dtype_name
+from gradcheck_suite.core.findings import Occurrence, finding
 from gradcheck_suite.run.functions import ancestors, is_of_program, kinds_of
 
 LAZY = "a lazy module of the model has made its parameters in a call of it"
@@ -414,6 +415,7 @@ class ModuleCalls:
         repeated: the calls of this window, by which those of its backward are known to be the same.
         checkpoints: what those of torch compute again.
         unused: the calls that no backward pass has reached.
+        notes: what recorded calls have shown -> in how many of them.
     """
 
     def __init__(
@@ -430,6 +432,8 @@ class ModuleCalls:
         self._looked_at: set[tuple[int, bool]] = set()
         self.repeated = RepeatedCalls()
         self.unused = UnusedCalls()
+        self.notes = Counter[Occurrence]()
+        self._constants: dict[tuple[int, str], str | None] = {}
         self.checkpoints = CheckpointWatch(
             self._compares_checkpoints, self.repeated.around, functools.partial(self._try, READ)
         )
@@ -697,7 +701,16 @@ class ModuleCalls:
             self._looked_at.add(once)
             self.functions |= set(filter(is_of_program, kinds_of(differentiable(output))))
         below = [*given.below, *_nodes_of(others)]
-        forward.bytes_saved = bytes_saved(module, differentiable(output), below)
+        saved = saved_by_call(module, differentiable(output), below)
+        forward.bytes_saved = saved.size
+        for name, line in saved.constants.items():
+            # nodes keep their stacks in the first windows alone
+            line = self._constants.setdefault((id(module), name), line)
+            said = (
+                f"a call of {type(module).__name__} computes with {name} as a constant here, as with"
+                " its `.data`: no gradient comes to it from there"
+            )
+            self.notes[finding("parameter-as-constant", said, line)] += 1
         mark_call(differentiable(output), below)
         for tensor in filter(_computes_in_python, leaves_of(output)):
             forward.refusal = OF_PYTHON.format(type(tensor).__name__)

@@ -698,7 +698,7 @@ class Recorder:
         # what is computed inside of another pass, or on several ranks, is walked each time
         if running.outer is None and not apart:
             own = [known.reference() for known in self.parameters.values()]
-            if self._graphs.knows(place, Made.of(roots, own)):
+            if self._graphs.knows(place, Made.of(roots, own, self._living_optimizers())):
                 running.record.uses = self._graphs.uses_at(place)
                 return
         leaves, joins = leaves_below(edge_of(root)[0] for root in roots)

@@ -326,6 +326,15 @@ class StepWindow:
             self.zero = set()
             self.coefficients = {}
 
+    def has_only(self, arrivals: Set[tuple[int, int, int]]) -> bool:
+        """Return whether all that arrived in it is among some arrivals: `null` or `zero`."""
+        own = {*self.keys}
+        for index, seen in self.passes.items():
+            for rank, record in enumerate(seen.records):
+                if any((rank, index, key) not in arrivals for key in own & record.arrivals.keys()):
+                    return False
+        return True
+
     @property
     def where(self) -> Place:
         """Where its last pass went backward, or else the step."""
@@ -790,12 +799,12 @@ class Replay:
         if not others or not keys or not all(keys <= one.keys() for one in (own, *arrived)):
             return False
         # hooks have left the same on all ranks, of what was not the same before them
-        return self._are_alike(own, arrived, keys) and not self._are_alike(first, others, keys)
+        return self.are_alike(own, arrived, keys) and not self.are_alike(first, others, keys)
 
-    def _are_alike(
+    def are_alike(
         self, one: Mapping[int, Vector], others: Iterable[Mapping[int, Vector]], keys: Iterable[int]
     ) -> bool:
-        """Return whether what has arrived at parameters on one rank has on the others, too."""
+        """Return whether what has arrived at parameters on one rank, or in one pass, has in others."""
         for key in keys:
             allowed = self.tolerance(key) * size(one[key])
             if not all(size(one[key] - other[key]) <= allowed for other in others):

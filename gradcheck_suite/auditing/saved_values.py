@@ -24,6 +24,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from gradcheck_suite.auditing import samples
+from gradcheck_suite.auditing.places import in_trace
 from gradcheck_suite.auditing.samples import (
     BatchedSampler,
     Fingerprint,
@@ -147,23 +148,50 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def bytes_saved(
+@dataclass(frozen=True)
+class SavedByCall:
+    """What a call keeps for its backward.
+
+    Attributes:
+        size: in bytes, without the parameters.
+        constants: name of a parameter that it computes with as a constant -> the line that does.
+    """
+
+    size: int
+    constants: dict[str, str | None]
+
+
+def saved_by_call(
     module: torch.nn.Module, outputs: Iterable[torch.Tensor], below: Sequence[Any]
-) -> int:
-    """Return how much memory the nodes of a call keep for its backward, beside the parameters.
+) -> SavedByCall:
+    """Return what the nodes of a call keep for its backward.
 
     Args:
         module: that was called.
         outputs: of the call.
         below: the nodes that its inputs had.
     """
-    seen = dict[int, int]()
+    parameters = {_memory(p): n for n, p in module.named_parameters() if _has_storage(p)}
+    trained = {_memory(p) for p in module.parameters() if p.requires_grad and _has_storage(p)}
+    sizes = dict[int, int]()
+    constants = dict[str, str | None]()
     for output in outputs:
         for saved in _saved_by_call(output.grad_fn, below):
-            if _has_storage(saved.tensor):
-                seen[_memory(saved.tensor)] = saved.tensor.untyped_storage().nbytes()
-    parameters = set(map(_memory, filter(_has_storage, module.parameters())))
-    return sum(size for where, size in seen.items() if where not in parameters)
+            if not _has_storage(saved.tensor):
+                continue
+            where = _memory(saved.tensor)
+            if where not in parameters:
+                sizes[where] = saved.tensor.untyped_storage().nbytes()
+            elif where in trained and _is_constant(saved):
+                constants[parameters[where]] = in_trace(saved.node.metadata.get("traceback_", ()))
+    return SavedByCall(sum(sizes.values()), constants)
+
+
+def _is_constant(saved: Saved) -> bool:
+    """Return whether a node computes with a tensor through which no gradient flows. What a function
+    of the program's saves is its own, and it may give a gradient to what it was made of.
+    """
+    return not saved.tensor.requires_grad and not isinstance(saved.node, BackwardCFunction)
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:

@@ -860,8 +860,10 @@ def _is_hook_changing(e: E) -> Found:
 
 
 def _is_hooked(e: E) -> Found:
-    keys = {one.key for one in _hooks(e)}
-    return Sighting({"parameters": counted(len(keys), "parameter")}) if keys else None
+    keys = sorted({one.key for one in _hooks(e)})
+    if not keys:
+        return None
+    return Sighting({"parameters": counted(len(keys), "parameter")}, keys=keys)
 
 
 def _is_written(e: E) -> bool:

@@ -788,7 +788,7 @@ class Reader:
         what = (
             f"{name} of a number"
             if inputs and elements(*inputs[0]) == 1
-            else f"{name}, which is no sum"
+            else f"{name}, which is not read as a sum"
         )
         return self._opaque(node, index, above, what)
 

@@ -214,6 +214,12 @@ class ObjectiveUses:
         if objective.status == UNEQUAL and _is_coefficient(use):
             said = "a coefficient changes within a window"
             notes[finding("changing-coefficient", said, objective.place)] += 1
+        elif objective.status == UNEQUAL and _is_difference(objective):
+            said = (
+                "a loss is added in half of a window's passes and subtracted in the others, as that"
+                " of a critic: if it is no difference of two, a sign is wrong"
+            )
+            notes[finding("changing-coefficient", said, objective.place)] += 1
         elif objective.status == UNEQUAL:
             self.unequal[objective.key].append(use)
         elif is_scaled:
@@ -546,6 +552,18 @@ def _is_coefficient(use: ObjectiveInWindow) -> bool:
     return not use.objective.named and (
         covered >= sources or use.objective.parts[0].term.of_parameters
     )
+
+
+def _is_difference(objective: ComparedObjective) -> bool:
+    """Return whether as many micro-batches have a negative weight as a positive one, and all have the
+    same beside that, each item or each micro-batch.
+    """
+    weights = np.array([part.weight for part in objective.parts])
+    if 2 * np.count_nonzero(weights < 0) != len(weights) or not weights.all():
+        return False
+    counts = np.array(objective.counts_of(objective.parts[0].term.own))
+    sizes = np.abs(weights), np.abs(weights) * counts
+    return any(np.ptp(size) <= objective.tolerance * size.max() for size in sizes)
 
 
 # Violations, in words.

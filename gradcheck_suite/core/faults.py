@@ -454,7 +454,8 @@ _ROWS = (
             "between-passes": Remedy(
                 "write to parameters when the window's last backward has ended, not between its"
                 " micro-batches, nor between a forward and its backward, also where the values are"
-                " put back"
+                " put back; where the gradient at the other values is meant alone (sharpness-aware"
+                " minimization), reset the gradients before its passes"
             ),
         },
     ),

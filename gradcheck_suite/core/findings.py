@@ -98,6 +98,12 @@ _ROWS = (
         "parameters got a gradient in some passes of a window only",
     ),
     _finding(
+        "parameter-as-constant",
+        "a model computes with a trained parameter as a constant",
+        "use the parameter itself where that should train it, too",
+    ),
+    _note("parameter-frozen-since", "parameters had gradients once, and are frozen at the end"),
+    _finding(
         "removed-gradient",
         "a gradient was taken away between backward and the step",
         "the program freezes them there; if it should not, look for what resets their `.grad`",
@@ -118,6 +124,12 @@ _ROWS = (
         "some calls of a module at a line led to no backward pass",
         "look for a loss that is detached, a `no_grad` that covers them, or a loss that is"
         " overwritten before its backward",
+    ),
+    _finding(
+        "same-micro-batches",
+        "all micro-batches of a window brought the same gradient",
+        "if their items should differ, look for an iterator that is made anew for each, or a closure"
+        " that reads the variable of a loop after its end",
     ),
     _note("occasional-pass", "a line calls backward in some windows only"),
     _finding(

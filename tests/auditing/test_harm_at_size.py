@@ -27,7 +27,7 @@ from gradcheck_suite.auditing import (
     strays,
 )
 from gradcheck_suite.auditing.places import Place, lines_with
-from gradcheck_suite.auditing.saved_values import bytes_saved
+from gradcheck_suite.auditing.saved_values import saved_by_call
 from gradcheck_suite.auditing.schedule import ATTEMPTS, Schedule
 from gradcheck_suite.core.options import AuditOptions
 from tests.auditing.running import accumulate
@@ -399,7 +399,7 @@ def test_what_a_call_has_saved_is_counted_without_the_parameters():
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
     output = model(torch.randn(64, 8))
     # the inputs of both layers; what the ReLU has given is that of the second one
-    assert bytes_saved(model, [output], []) == 4 * (64 * 8 + 64 * 32)
+    assert saved_by_call(model, [output], []).size == 4 * (64 * 8 + 64 * 32)
 
 
 @pytest.mark.parametrize(("items", "how"), [(64, "in one batch"), (4096, "by micro-batch")])

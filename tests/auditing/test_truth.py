@@ -59,7 +59,7 @@ def test_parameters_of_another_pass_are_said_as_they_were_measured(result_of):
     assert "computed with different ones" not in stale.explanation
     assert "f6_ema_swap.py:29)" in stale.explanation
     assert "f6_ema_swap.py:24 or " in stale.explanation
-    assert stale.explanation.endswith("also where the values are put back")
+    assert stale.explanation.endswith("reset the gradients before its passes")
 
 
 @pytest.mark.parametrize(("name", "step"), [("m_embreset", 4), ("m_stem", 5)])

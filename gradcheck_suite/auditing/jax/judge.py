@@ -124,7 +124,7 @@ class JaxJudge:
         self.passes.add(found)
         self._judge_rules(found[0])
         if found[0].copies:
-            said = "of the gradients of several copies, as of a `vmap`, those of the first one were judged"
+            said = "of the gradients of several copies, as of a `vmap`, those of the first one were read"
             self.verdicts.notes[finding("mapped-copies", said, mark.place)] += 1
 
     def _on_point(self, column: Column) -> None:

@@ -320,6 +320,10 @@ NO_SUM = (
     "the gradient at the step is no weighted sum of those that were computed, as where it is clipped"
     " by element, projected, or noise is added"
 )
+NO_SUM_OF_FIRST = (
+    "the gradient at the step is no weighted sum of those that were read: of the copies of a `vmap`"
+    " that is the first one"
+)
 NO_MULTIPLE = (
     "the change of the parameters is no multiple of the gradients before it, as of momentum, or of an"
     " optimizer that is neither optax's nor one of `jax.example_libraries`"
@@ -329,7 +333,7 @@ ALIKE = "the gradients of the window are too much alike to tell them apart"
 NOT_FINITE = "a gradient is not finite"
 NONE_BEFORE = (
     "no gradient of its shapes was computed before it by `jax.grad`, `jax.value_and_grad` or"
-    " `jax.vjp` while the audit looked"
+    " `jax.vjp`, of a loss that is one number, while the audit looked"
 )
 
 
@@ -421,7 +425,10 @@ def explain(
     if step.noise is not None:
         return Unfitted("unexplained-gradient", NO_MULTIPLE)
     found = _stale(optimizer, step, columns) or _with_decay(step, columns)
-    return found if found is not None else Unfitted("unexplained-gradient", NO_SUM)
+    if found is not None:
+        return found
+    has_copies = any(one.copies for one in columns)
+    return Unfitted("unexplained-gradient", NO_SUM_OF_FIRST if has_copies else NO_SUM)
 
 
 def _stale(optimizer: Optimizer, step: Step, columns: list[Column]) -> Stale | None:
