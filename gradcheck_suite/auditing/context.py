@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from itertools import chain, compress, pairwise
 from operator import not_
@@ -840,7 +841,8 @@ class TorchAudit:
             if not asked.observed:
                 return
         with self._alone():
-            found = recompute(asked)
+            # a model may count in a variable of its context
+            found = copy_context().run(recompute, asked)
         self._note_recomputed(found, window.optimizer)
         if found.how is not None:
             compared, reached = found.covered
@@ -986,8 +988,12 @@ class TorchAudit:
             return
         passes = [self._running[i] for i in window.passes if i in self._running]
         with self._alone():
-            found = judge_calls_of_program(
-                self._outside, passes, self._functions, self._forwards.functions
+            found = copy_context().run(
+                judge_calls_of_program,
+                self._outside,
+                passes,
+                self._functions,
+                self._forwards.functions,
             )
         for note in found.notes:
             self._judge.note(note)

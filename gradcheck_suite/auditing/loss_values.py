@@ -72,11 +72,14 @@ class Known:
         size: the sum of the absolute values that were added up in it.
         added: the shape of a parameter that was added, of which the value then is not known; None
             for none.
+        is_moved: whether it is a parameter that no node has saved, and an optimizer has stepped since
+            it was used.
     """
 
     value: torch.Tensor
     size: torch.Tensor
     added: torch.Size | None = None
+    is_moved: bool = False
 
 
 def _optional(node: Any, name: str) -> torch.Tensor | None:
@@ -267,6 +270,8 @@ LEADING = ("Add", "Addmm")
 """Nodes to which a parameter may be added that no node saves."""
 OF_ONE = ("Alias", "Clone", "Expand", "Reshape", "Squeeze", "ToCopy", "Unsqueeze", "View")
 """Nodes between a parameter and where it is added, as under autocast."""
+TURNED = ("Permute", "T", "Transpose")
+"""Those between a parameter and what multiplies by it."""
 IN_SHAPE = ("UnsafeView", "View")
 """Nodes that leave the last dimension as it is, along which a bias lies."""
 PREIMAGES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -292,11 +297,13 @@ class _Values:
         coarsest: the largest unit roundoff on the way.
         reads_leaves: whether a parameter that no node has saved may be added.
         unmoved: returns the ids of the parameters that are what they were at the forward.
+        stepped_at: the number that autograd had for the next node when an optimizer stepped last.
         elements: that were computed.
     """
 
     reads_leaves: bool = False
     unmoved: Callable[[], Collection[int]] = frozenset
+    stepped_at: int = 0
     elements: int = 0
 
     known: dict[tuple[Any, int], Known | None] = field(default_factory=dict)
@@ -378,10 +385,14 @@ class _Values:
                 self.of_parameters = True
             if found is None:
                 return None
+            if below is not None and is_leaf(below) and node._sequence_nr() < self.stepped_at:
+                found = replace(found, is_moved=True)
             # no backward reads a bias, which may be written as the program likes
             leaf = None if one or name not in LEADING else _leaf_of(below)
             is_added = leaf is not None and id(leaf.variable) not in self.unmoved()
-            inputs.append(replace(found, added=found.value.shape) if is_added else found)
+            if is_added:
+                found = replace(found, added=found.value.shape, is_moved=False)
+            inputs.append(found)
         return self._of_inputs(node, row, inputs)
 
     def _of_inputs(self, node: Any, row: NodeFormula, inputs: Sequence[Known]) -> Known | None:
@@ -389,6 +400,9 @@ class _Values:
             return None
         added = [one.added for one in inputs if one.added is not None]
         if len(added) > 1 or (added and not _keeps(node, inputs[0].added)):
+            return None
+        is_moved = any(one.is_moved for one in inputs)
+        if is_moved and kind(node) not in (*OF_ONE, *TURNED):
             return None
         value = row.compute(node, [one.value for one in inputs])
         self.elements += value.numel()
@@ -400,7 +414,7 @@ class _Values:
         value = value.to(made.dtype)
         of_parameter = added[0] if added else None
         if not row.adds:
-            return Known(value, value.abs(), of_parameter)
+            return Known(value, value.abs(), of_parameter, is_moved)
         sizes = [one.size for one in inputs]
         # a difference has the size of a sum
         whole = sizes[0] + sizes[1] if kind(node) in ("Add", "Sub") else row.compute(node, sizes)
@@ -513,7 +527,9 @@ def _known(tensor: torch.Tensor) -> Known | None:
 
 
 def rewritten_outside(
-    loss: torch.Tensor, unmoved: Callable[[], Collection[int]] = frozenset
+    loss: torch.Tensor,
+    unmoved: Callable[[], Collection[int]] = frozenset,
+    stepped_at: int = 0,
 ) -> Written | None:
     """Return what was written of that which nodes outside of recorded calls have saved.
 
@@ -522,8 +538,9 @@ def rewritten_outside(
     Args:
         loss: that goes backward.
         unmoved: returns the ids of the parameters that are what they were at the forward.
+        stepped_at: the number that autograd had for the next node when an optimizer stepped last.
     """
-    values = _Values(reads_leaves=True, unmoved=cache(unmoved))
+    values = _Values(reads_leaves=True, unmoved=cache(unmoved), stepped_at=stepped_at)
     with torch.no_grad(), torch.autocast(loss.device.type, enabled=False):
         for node in _nodes_outside(loss.grad_fn):
             below = values.misread(node)

@@ -191,6 +191,7 @@ class ProgramState:
             if (id(base), False) in self._seen or not _is_users_class(base):
                 continue
             self._seen.add((id(base), False))
+            self.undo.callback(_drop_new_attributes, base, frozenset(vars(base)))
             for name, value in list(vars(base).items()):
                 if not isinstance(value, types.FunctionType):
                     if name.startswith("__"):  # `__dict__` and the like cannot be set
@@ -326,6 +327,8 @@ class ProgramState:
         waiting = list(scopes.values())
         while waiting:
             scope = waiting.pop()
+            for name in names - scope.keys():  # a counter that the first call makes
+                self.undo.callback(scope.pop, name, None)
             for name in names & scope.keys():
                 value = scope[name]
                 self.undo.callback(scope.__setitem__, name, value)
@@ -360,6 +363,12 @@ class ProgramState:
 
 def _is_users_class(kind: type) -> bool:
     return is_users(getattr(sys.modules.get(kind.__module__), "__file__", None))
+
+
+def _drop_new_attributes(kind: type, known: frozenset[str]) -> None:
+    for name in vars(kind).keys() - known:
+        if not name.startswith("__"):
+            delattr(kind, name)
 
 
 def _set_attribute(kind: type, name: str, value: Any) -> None:

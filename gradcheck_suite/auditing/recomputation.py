@@ -1509,11 +1509,24 @@ def _judge_backward(
     )
     if not hooked and _judge_own_terms(asked, parts, eightfold, ", ".join(functions), result):
         return
-    what = (
-        f"a hook on a module ({names})"
-        if hooked
-        else f"custom function {', '.join(functions) or '?'}"
+    lines = sorted(set(chain.from_iterable(found.hooked for found in replayed)))
+    if hooked:
+        what = f"a hook on a module ({names})"
+    elif functions or not lines:
+        what = f"custom function {', '.join(functions) or '?'}"
+    else:
+        what = f"a hook that the forward sets on a tensor ({', '.join(lines[:MOST_LINES])})"
+    smaller, _, _ = _computed(
+        asked, parts, ReplayOptions(hooks=True, scale=1 / ReplayOptions.scale)
     )
+    if smaller.worst is None:
+        # a threshold that no gradient of the program has reached
+        said = (
+            f"the backward pass of {what} is linear up to the gradients of the window, and no"
+            f" linear function of gradients {ReplayOptions.scale:.0f} times as large"
+        )
+        result.notes.append(finding("not-linear", said))
+        return
     _blame("not-linear", SENTENCES["not-linear"].format(what=what), difference, result)
 
 

@@ -357,6 +357,7 @@ class Recorder:
         self._next_key = 0
         self._wrapped: dict[int, bool] = {}
         self._optimizers: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._stepped_at = 0
         self._next_optimizer = 0
         # steps that have begun, and not ended by themselves
         self._stepping = 0
@@ -401,7 +402,7 @@ class Recorder:
         self._mine.recorder = self
         torch.autograd.Variable._execution_engine = self._mine
         self._handles = [
-            register_optimizer_step_pre_hook(self._step_begins),
+            register_optimizer_step_pre_hook(self._step_is_called),
             register_optimizer_step_post_hook(self._step_ends),
         ]
         if self._sums:
@@ -728,7 +729,9 @@ class Recorder:
     def _note_written(self, running: ActivePass, roots: Sequence[Any]) -> None:
         # without it a difference is told with fewer words, and is told
         with self._beside_the_judgement(WRITES):
-            running.written = _written(roots, running.record.place.line, self._unmoved)
+            running.written = _written(
+                roots, running.record.place.line, self._unmoved, self._stepped_at
+            )
 
     def _unmoved(self) -> set[int]:
         """Return the ids of the parameters that nobody has written to since the last pass."""
@@ -1332,9 +1335,22 @@ class Recorder:
                 kept.pop(index, None)
             self._let_go_of(index)
 
+    def _step_is_called(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Look at a step after all hooks of the program, which may write to `.grad`."""
+        own = getattr(optimizer, "_optimizer_step_pre_hooks", None)
+        if own is None:
+            return self._step_begins(optimizer, args, kwargs)
+        # torch has begun with those of all optimizers, and comes to this optimizer's own
+        self._drop_last_hook(optimizer)
+        own[MARK, id(self)] = self._step_begins
+        return None
+
+    def _drop_last_hook(self, optimizer: Any) -> None:
+        getattr(optimizer, "_optimizer_step_pre_hooks", {}).pop((MARK, id(self)), None)
+
     @_guarded(STEPS, computes=False)
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        if self.is_silent:
+        if self.is_silent or not self._handles:
             return None
         nested = False
         if self._stepping:
@@ -1369,6 +1385,8 @@ class Recorder:
     @_guarded(STEPS, computes=False)
     def _step_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._stepping = max(self._stepping - 1, 0)
+        self._drop_last_hook(optimizer)
+        self._stepped_at = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         if not self.records:
             self._passes_at_last_step = self.passes_seen
             return
@@ -1572,7 +1590,9 @@ class Recorder:
             step.values = self._values(self.parameters)
 
 
-def _written(roots: Sequence[Any], line: str, unmoved: Callable[[], Set[int]]) -> Written | None:
+def _written(
+    roots: Sequence[Any], line: str, unmoved: Callable[[], Set[int]], stepped_at: int
+) -> Written | None:
     """Return what a pass that begins reads and that was written since the forward.
 
     Nothing is asked of a device, which would have to be waited for.
@@ -1581,6 +1601,7 @@ def _written(roots: Sequence[Any], line: str, unmoved: Callable[[], Set[int]]) -
         roots: of the pass.
         line: of its backward.
         unmoved: returns the ids of the parameters that are what they were at the forward.
+        stepped_at: the number that autograd had for the next node when an optimizer stepped last.
     """
     tensors = [root for root in roots if isinstance(root, torch.Tensor)]
     if any(map(samples.is_on_device, tensors)):
@@ -1591,7 +1612,7 @@ def _written(roots: Sequence[Any], line: str, unmoved: Callable[[], Set[int]]) -
         found = None if roots[0]._version else rewritten_loss(roots[0])
         if found is not None and is_written_loss(line):
             found = None
-        found = found or rewritten_outside(roots[0], unmoved)
+        found = found or rewritten_outside(roots[0], unmoved, stepped_at)
         # under a mode of the program's, operations may give something else than they do here
         if found is not None and _modes_of_program():
             found = None
