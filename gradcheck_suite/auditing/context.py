@@ -1167,7 +1167,7 @@ class TorchAudit:
         if {*reasons} == {ORPHANS}:
             said = f"{recorder.passes_seen} calls of backward were seen, and {ORPHANS}"
             return replace(ORPHANS, sentence=said)
-        why = "; ".join(map(str, [*(findings | reasons)][:2])) or "no loss went backward"
+        why = "; ".join(map(str, [*(reasons | findings)][:2])) or "no loss went backward"
         return finding("nothing-judged", f"no step could be judged: {why}")
 
 

@@ -148,15 +148,20 @@ class KnownGraphs:
     """Tells which graphs need not be walked.
 
     Attributes:
-        has_passed_by: whether a graph was not walked since `begin_window`.
+        has_passed_by: whether a graph of the window that ends was not walked; several optimizers may
+            step on it.
     """
 
     def __init__(self) -> None:
         self.has_passed_by = False
+        self._has_ended = False
         self._graphs: dict[Place, _Graph] = {}
 
     def knows(self, place: Place, made: Made) -> bool:
         """Return whether the graph of a pass need not be walked."""
+        if self._has_ended:
+            self.has_passed_by = False
+            self._has_ended = False
         graph = self._graphs.setdefault(place, _Graph())
         now = made.nodes - graph.last, made.parameters
         graph.last = made.nodes
@@ -203,11 +208,10 @@ class KnownGraphs:
         if graph is not None and keys != graph.keys:
             graph.alike = 0
 
-    def begin_window(self) -> None:
-        """Note that a window begins."""
-        self.has_passed_by = False
+    def end_window(self) -> None:
+        """Note that a window has ended: an optimizer steps on it."""
+        self._has_ended = True
 
     def forget(self) -> None:
         """Forget every graph."""
         self._graphs.clear()
-        self.has_passed_by = False

@@ -67,6 +67,7 @@ from gradcheck_suite.auditing.samples import (
     read_samples,
     sample,
 )
+from gradcheck_suite.auditing.stopping import Terminated
 from gradcheck_suite.auditing.vectors import ELEMENTS, PROJECTIONS, Vector, distance, size
 from gradcheck_suite.core.comparison import (
     DRAWS,
@@ -973,7 +974,10 @@ def recompute(asked: RecomputeRequest) -> RecomputeResult:
         _compute(asked, result)
     except NotRecomputed as reason:
         return _refused(reason)
-    except Exception as error:
+    except (KeyboardInterrupt, Terminated):
+        raise
+    except BaseException as error:
+        # the program's own call ends it no more than its second one
         first = (str(error).splitlines() or [""])[0]
         return _refused(NotRecomputed(f"{type(error).__name__}: {first}"))
     return result

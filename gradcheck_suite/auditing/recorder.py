@@ -456,6 +456,7 @@ class Recorder:
         self._unseen.clear()
         self._standing.clear()
         self._graphs.forget()
+        self._graphs.end_window()
         self._late.clear()
         self._resets.clear()
         self.last = None
@@ -1557,7 +1558,7 @@ class Recorder:
                 self._unseen.add(key)  # it may have arrived from a graph that was not walked
         if self._next_key > first:
             self._graphs.forget()
-        self._graphs.begin_window()
+        self._graphs.end_window()
         before = {key: self.parameters[key].gradient for key in given}
         # from a step on, so that a window is sampled in one way
         self._sparse = frozenset(self.sparse)

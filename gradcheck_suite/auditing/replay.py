@@ -807,8 +807,10 @@ class Replay:
         """Return whether what has arrived at parameters on one rank, or in one pass, has in others."""
         for key in keys:
             allowed = self.tolerance(key) * size(one[key])
-            if not all(size(one[key] - other[key]) <= allowed for other in others):
-                return False
+            for other in others:
+                own, its = alike(one[key], other[key])
+                if not size(own - its) <= allowed:
+                    return False
         return True
 
     def _add(self, rank: int, index: int, record: PassRecord) -> None:

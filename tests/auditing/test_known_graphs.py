@@ -72,20 +72,35 @@ def _replaces(model, optimizer, window):
         optimizer.param_groups[0]["params"] = [*model.parameters()]
 
 
+def _adds_an_optimizer(model, optimizer, window):
+    if window != 7:
+        return
+    model.norm.requires_grad_(True)
+    other = torch.optim.SGD(model.norm.parameters(), lr=0.01)
+
+    def steps_too(*_):
+        other.step()
+        other.zero_grad()
+
+    optimizer.register_step_post_hook(steps_too)
+
+
 CHANGES = {
     "none": (_nothing, None),
     "a part that joins": (_nothing, lambda number: number > 14),
     "a part by turns": (_nothing, lambda number: number % 3 > 0),
     "a parameter that is unfrozen": (_unfreezes, None),
     "a group that is added": (_adds_a_group, None),
+    "an optimizer that is added": (_adds_an_optimizer, None),
     "a hook": (_adds_a_hook, None),
     "a hook after the arrival": (_adds_a_last_hook, None),
     "a layer that is replaced": (_replaces, None),
 }
 
 
-NEW_AT_A_STEP = ("a group that is added",)
+NEW_AT_A_STEP = ("an optimizer that is added",)
 """Changes that autograd counts no node for, and that a step shows."""
+FROZEN_AT_FIRST = ("a group that is added", *NEW_AT_A_STEP)
 
 
 def _run(change, monkeypatch):
@@ -95,7 +110,7 @@ def _run(change, monkeypatch):
     model = Changing()
     model.uses_later = uses or model.uses_later
     own = [*model.parameters()]
-    if change == "a group that is added":
+    if change in FROZEN_AT_FIRST:
         model.norm.requires_grad_(False)
         own = [p for p in own if p.requires_grad]
     optimizer = torch.optim.SGD(own, lr=0.01)
@@ -135,7 +150,8 @@ def test_what_is_recorded_is_the_same_as_if_each_graph_were_walked(change, monke
     assert walks < all_walks or change == "a part by turns"
     if change in NEW_AT_A_STEP:
         # the window in which it came is said not to be seen, and is not judged by a guess
-        changed = slice(7 * (PASSES + 1), 8 * (PASSES + 1))
+        # both optimizers step
+        changed = slice(7 * (PASSES + 1), 8 * (PASSES + 1) + 1)
         del found[changed], expected[changed]
     assert found == expected
     assert [v.diagnosis for v in result.violations] == [v.diagnosis for v in whole.violations]
@@ -153,7 +169,9 @@ def test_a_parameter_that_a_step_shows_after_graphs_that_were_not_walked_is_said
 ):
     found, _, result = _run(change, monkeypatch)
     steps = [one for one in found if len(one) == 2]
-    assert [unseen for _, unseen in steps].index(True) == 7
+    assert [unseen for _, unseen in steps].index(
+        True
+    ) == 8  # the step of the new one in the eighth window
     assert sum(unseen for _, unseen in steps) == 1
     assert not result.violations
 

@@ -1,0 +1,110 @@
+"""A second call of a model never ends the program, and what it counts is put back."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.auditing.running import audited
+
+ENDING = """
+import sys
+import torch
+torch.manual_seed(0)
+
+
+class Stop(BaseException):
+    pass
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(5, 8), torch.nn.Linear(8, 3)
+
+    def forward(self, x):
+        h = torch.tanh(self.body(x))
+        h.register_hook(guard)
+        return self.head(h)
+
+
+def guard(g):
+    if g.norm() > 1:  # the program's own gradients have norms of 0.1
+        END
+
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(4):
+    for _ in range(2):
+        (model(torch.randn(6, 5)).square().mean() / 2).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+ended = True
+"""
+
+
+@pytest.mark.parametrize("end", ["sys.exit('a spike')", "raise Stop", "raise SystemExit(3)"])
+def test_what_ends_the_second_call_does_not_end_the_program(end, tmp_path):
+    path = tmp_path / "train.py"
+    # eight times the gradient, which the second computation sends back, is above the limit
+    path.write_text(ENDING.replace("END", end).replace("> 1:", "> 0.3:"))
+    result, names = audited(path, quiet=True)
+    assert names["ended"]
+    assert not result.violations, result
+    assert any("was not computed again" in said for said in result.findings), result
+
+
+COUNTING = """
+import torch
+torch.manual_seed(0)
+calls = []
+plain = torch.nn.Module.__call__
+
+
+def counted(self, *args, **kwargs):
+    calls.append(type(self).__name__)
+    return plain(self, *args, **kwargs)
+
+
+torch.nn.Module.__call__ = counted
+model = torch.nn.Linear(5, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(4):
+    for _ in range(2):
+        (model(torch.randn(6, 5)).square().mean() / 2).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+torch.nn.Module.__call__ = plain
+number = len(calls)
+"""
+
+
+def test_a_wrapper_of_all_modules_counts_the_programs_own_calls(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(COUNTING)
+    result, names = audited(path, quiet=True)
+    assert result.again, result
+    assert names["number"] == 8
+
+
+SCALED = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(5, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126)
+for _ in range(8):
+    for _ in range(2):
+        scaler.scale(model(100 * torch.randn(6, 5)).square().mean() / 2).backward()
+    scaler.step(optimizer)
+    scaler.update(2.0**10)
+    optimizer.zero_grad()
+"""
+
+
+def test_a_window_that_a_scaler_skips_is_not_that_of_the_next_step(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCALED)
+    result, _ = audited(path, quiet=True)
+    assert result.verdict == "holds", result
+    assert result.windows == result.steps == 7
