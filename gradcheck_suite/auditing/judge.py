@@ -78,6 +78,8 @@ FEWEST_TOGETHER = 3
 
 In two windows, a coefficient that is annealed may look like a division by K.
 """
+FEWEST_WITHOUT = 3
+"""Windows without a gradient after which a parameter that had one is said to get none, a third of all at least."""
 BOTH = "sums and weights"
 COMPOSED = (
     "the program keeps the gradients of backward passes, resets `.grad` and writes a combination"
@@ -221,7 +223,7 @@ class AuditJudge:
         self._composed: set[int] = set()
         self._unlike: set[int] = set()
         self._doubtful: defaultdict[int, list[DoubtfulSum]] = defaultdict(list)
-        self._reached: defaultdict[int, set[int]] = defaultdict(set)
+        self._reached: defaultdict[int, dict[int, int]] = defaultdict(dict)
         self._moving: defaultdict[str, list[int]] = defaultdict(list)
         self._clipped: set[str] = set()
         self.skipped: dict[int, Occurrence] = {}
@@ -510,11 +512,12 @@ class AuditJudge:
         self._violate_all(decide([PER_PASS], self._step_evidence(window)), window)
 
     def _note_reached(self, window: StepWindow) -> None:
-        """Note at which parameters of the optimizer a gradient was."""
+        """Note at which parameters of the optimizer a gradient was, in which of its windows last."""
+        number = self._windows[window.optimizer]
         reached = self._reached[window.optimizer]
-        reached |= {key for key, now in window.step.gradients.items() if now is not None}
-        for seen in window.passes.values():
-            reached.update(*(record.arrivals for record in seen.records))
+        reached |= {key: number for key, now in window.step.gradients.items() if now is not None}
+        for record in chain.from_iterable(seen.records for seen in window.passes.values()):
+            reached |= dict.fromkeys(record.arrivals, number)
 
     def _step_evidence(self, window: StepWindow, *, has_unseen: bool = False) -> StepEvidence:
         return StepEvidence(
@@ -1076,7 +1079,9 @@ class AuditJudge:
             self._notes[one] += windows
         for optimizer, last in self._last.items():
             never = [
-                key for key in last.keys if key not in self._reached[optimizer] | last.step.frozen
+                key
+                for key in last.keys
+                if key not in self._reached[optimizer].keys() | last.step.frozen
             ]
             if never:
                 said = (
@@ -1084,15 +1089,20 @@ class AuditJudge:
                     f" in any step ({self._names(never)})"
                 )
                 self._notes[finding("parameter-without-gradient", said, last.step.place)] += 1
-            frozen = [
-                key for key in last.keys if key in last.step.frozen & self._reached[optimizer]
-            ]
-            if frozen:
-                said = (
-                    f"{counted(len(frozen), 'parameter')} of the optimizer had a gradient in earlier"
-                    f" steps, and none is wanted in the last one ({self._names(frozen)})"
-                )
-                self._notes[finding("parameter-frozen-since", said, last.step.place)] += 1
+            self._note_gone(optimizer, last)
+
+    def _note_gone(self, optimizer: int, last: StepWindow) -> None:
+        """Note parameters that had a gradient in the first windows of an optimizer, and none since."""
+        windows = self._windows[optimizer]
+        since = max(FEWEST_WITHOUT, windows // 3)
+        reached = self._reached[optimizer]
+        gone = [key for key in last.keys if windows - 1 - reached.get(key, windows) >= since]
+        if gone:
+            said = (
+                f"{counted(len(gone), 'parameter')} of the optimizer had a gradient in earlier"
+                f" steps, and none in the last {since} windows or more ({self._names(gone)})"
+            )
+            self._notes[finding("parameter-without-later-gradient", said, last.step.place)] += 1
 
     def _note_removed(self, optimizer: int) -> None:
         """Note gradients that were taken away before the step, as those of a layer that is frozen

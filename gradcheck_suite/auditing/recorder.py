@@ -77,6 +77,7 @@ from gradcheck_suite.auditing.places import (
 )
 from gradcheck_suite.auditing.samples import Raw
 from gradcheck_suite.auditing.saved_values import Written, written_since
+from gradcheck_suite.auditing.stacks import NodeStacks
 from gradcheck_suite.auditing.terms import (
     MARK,
     Outside,
@@ -370,7 +371,7 @@ class Recorder:
         self._lines: dict[tuple[Place, tuple[str, ...], int], Lines] = {}
         # two steps: Lightning switches anomaly mode off when it begins to fit
         self._stacks_until = 2
-        self._checks: bool | None = None
+        self._stacks = NodeStacks()
         self._before: dict[int, str] = {}
         self._touched: dict[int, Raw] = {}
         self._masks = MaskWatch()
@@ -407,6 +408,7 @@ class Recorder:
         ]
         if self._sums:
             self._clipping.open()
+        self._stacks.open()
         self._keep_stacks()
 
     @_guarded(SUMS)
@@ -423,23 +425,12 @@ class Recorder:
 
     def _keep_stacks(self) -> None:
         """Let every node keep the stack that made it where the line of a loss is not known yet."""
-        if self._wants_stacks and not torch.is_anomaly_enabled():
-            self._checks = torch.is_anomaly_check_nan_enabled()
-            torch.set_anomaly_enabled(True, False)
+        if self._wants_stacks:
+            self._stacks.keep()
 
     @property
     def _wants_stacks(self) -> bool:
         return self._weights and self.steps_seen < self._stacks_until
-
-    def _end_of_stacks(self) -> None:
-        # also later than the first steps: what switched the mode for a while puts back what it
-        # found; a program that switches it on has NaNs checked
-        if (
-            self._checks is not None
-            and torch.is_anomaly_enabled()
-            and not torch.is_anomaly_check_nan_enabled()
-        ):
-            torch.set_anomaly_enabled(False, self._checks)
 
     def pause(self) -> None:
         """Count passes and steps from now on, without a hook on a parameter."""
@@ -505,7 +496,7 @@ class Recorder:
             torch.autograd.Variable._execution_engine = self._engine
         # another tool that was opened meanwhile may put it back when it closes
         self._mine.recorder = None
-        self._end_of_stacks()
+        self._stacks.close()
         self._clipping.close()
         self._unhook()
         self.last = None
@@ -608,7 +599,7 @@ class Recorder:
         self._note_unseen()
         self._before_clipping = {}
         # what a pass computes itself, as an adjoint does, would take ten times as long with stacks
-        self._end_of_stacks()
+        self._stacks.end()
         is_kept = accumulates or any(isinstance(p, torch.nn.Parameter) for p in inputs)
         resets = dict[int | None, Place]()
         if is_kept:
@@ -1507,7 +1498,7 @@ class Recorder:
         if is_last and all(known.losses for known in self._lines.values()):
             self._stacks_until = self.steps_seen
         if not self._wants_stacks:
-            self._end_of_stacks()
+            self._stacks.end()
 
     def _is_unlike_others(self, own: Sequence[torch.Tensor]) -> bool:
         """Return whether a step is one that cannot be judged, and say so."""

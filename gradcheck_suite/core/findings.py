@@ -102,7 +102,10 @@ _ROWS = (
         "a model computes with a trained parameter as a constant",
         "use the parameter itself where that should train it, too",
     ),
-    _note("parameter-frozen-since", "parameters had gradients once, and are frozen at the end"),
+    _note(
+        "parameter-without-later-gradient",
+        "parameters had gradients in the first windows, and none since",
+    ),
     _finding(
         "removed-gradient",
         "a gradient was taken away between backward and the step",

@@ -145,7 +145,7 @@ for window in range(WINDOWS):
 )
 def test_parameters_that_stay_frozen_are_said(rule, is_said, tmp_path):
     result, _ = _audited(FROZEN.replace("RULE", rule), tmp_path)
-    assert ("parameter-frozen-since" in _names(result)) is is_said, result
+    assert ("parameter-without-later-gradient" in _names(result)) is is_said, result
 
 
 TIED = """

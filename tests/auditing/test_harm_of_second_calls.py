@@ -108,3 +108,42 @@ def test_a_window_that_a_scaler_skips_is_not_that_of_the_next_step(tmp_path):
     result, _ = audited(path, quiet=True)
     assert result.verdict == "holds", result
     assert result.windows == result.steps == 7
+
+
+ANOMALY = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+seen = []
+
+
+def note():
+    seen.append((torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()))
+
+
+note()
+for window in range(4):
+    with torch.autograd.detect_anomaly() if window % 2 else torch.autograd.set_detect_anomaly(False):
+        for _ in range(2):
+            (model(torch.randn(3, 3)).square().mean() / 2).backward()
+        note()
+    optimizer.step()
+    optimizer.zero_grad()
+    note()
+"""
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_the_program_finds_anomaly_mode_as_it_has_left_it(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(ANOMALY)
+    off = (False, True)  # NaNs are checked by default, once the mode is on
+    _, names = audited(path, quiet=True)
+    assert names["seen"] == [
+        off,
+        *(off, off),
+        *((True, True), off),
+        *(off, off),
+        *((True, True), off),
+    ]
