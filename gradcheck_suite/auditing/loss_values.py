@@ -377,23 +377,35 @@ class _Values:
         inputs = list[Known]()
         # what has no gradient, as targets that are indices, may have no edge
         edges = [*node.next_functions, *[NO_EDGE] * len(row.inputs)]
-        for one, (below, index) in zip(row.inputs, edges, strict=False):
-            found = self._saved(node, one) if one else None
-            if found is None:
-                found = self.of(below, index, depth + 1)
-            elif below is not None and is_leaf(below):
-                self.of_parameters = True
+        for one, edge in zip(row.inputs, edges, strict=False):
+            found = self._input_of(node, one, edge, depth)
             if found is None:
                 return None
-            if below is not None and is_leaf(below) and node._sequence_nr() < self.stepped_at:
-                found = replace(found, is_moved=True)
-            # no backward reads a bias, which may be written as the program likes
-            leaf = None if one or name not in LEADING else _leaf_of(below)
-            is_added = leaf is not None and id(leaf.variable) not in self.unmoved()
-            if is_added:
-                found = replace(found, added=found.value.shape, is_moved=False)
-            inputs.append(found)
+            inputs.append(found if one else self._as_added(name, edge, found))
         return self._of_inputs(node, row, inputs)
+
+    def _input_of(
+        self, node: Any, name: str | None, edge: tuple[Any, int], depth: int
+    ) -> Known | None:
+        """Return an input of a node: what it has saved under a name, else what is below it."""
+        below, index = edge
+        is_of_leaf = below is not None and is_leaf(below)
+        saved = self._saved(node, name) if name else None
+        if saved is not None:
+            self.of_parameters = self.of_parameters or is_of_leaf
+            return saved
+        found = self.of(below, index, depth + 1)
+        is_moved = is_of_leaf and node._sequence_nr() < self.stepped_at
+        return replace(found, is_moved=True) if found is not None and is_moved else found
+
+    def _as_added(self, name: str, edge: tuple[Any, int], found: Known) -> Known:
+        """Return an input, of a bias alone its shape: no backward reads it, and it may be written as
+        the program likes.
+        """
+        leaf = _leaf_of(edge[0]) if name in LEADING else None
+        if leaf is None or id(leaf.variable) in self.unmoved():
+            return found
+        return replace(found, added=found.value.shape, is_moved=False)
 
     def _of_inputs(self, node: Any, row: NodeFormula, inputs: Sequence[Known]) -> Known | None:
         if not row.is_kernel and any(one.value.numel() > MOST_ELEMENTS for one in inputs):

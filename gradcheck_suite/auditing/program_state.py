@@ -172,7 +172,7 @@ class ProgramState:
         for kind in {*kinds, *map(type, parameters)}:
             self._walk_class(kind)
         # a program may count calls of all modules
-        self._walk_all(vars(torch.nn.Module)[name] for name in ("__call__", "forward"))
+        self._walk(vars(torch.nn.Module)["__call__"])
         for part in parts:
             self.undo.callback(_refill, vars(part), _content(vars(part)))
             self._keep_slots(part, library=False)

@@ -1513,13 +1513,7 @@ def _judge_backward(
     )
     if not hooked and _judge_own_terms(asked, parts, eightfold, ", ".join(functions), result):
         return
-    lines = sorted(set(chain.from_iterable(found.hooked for found in replayed)))
-    if hooked:
-        what = f"a hook on a module ({names})"
-    elif functions or not lines:
-        what = f"custom function {', '.join(functions) or '?'}"
-    else:
-        what = f"a hook that the forward sets on a tensor ({', '.join(lines[:MOST_LINES])})"
+    what = f"a hook on a module ({names})" if hooked else _changed_by(functions, replayed)
     smaller, _, _ = _computed(
         asked, parts, ReplayOptions(hooks=True, scale=1 / ReplayOptions.scale)
     )
@@ -1532,6 +1526,14 @@ def _judge_backward(
         result.notes.append(finding("not-linear", said))
         return
     _blame("not-linear", SENTENCES["not-linear"].format(what=what), difference, result)
+
+
+def _changed_by(functions: Sequence[str], replayed: Sequence[ReplayResult]) -> str:
+    """Return what may change a gradient where no hook of a module does."""
+    lines = sorted(set(chain.from_iterable(found.hooked for found in replayed)))
+    if functions or not lines:
+        return f"custom function {', '.join(functions) or '?'}"
+    return f"a hook that the forward sets on a tensor ({', '.join(lines[:MOST_LINES])})"
 
 
 def _judge_output_hooks(
