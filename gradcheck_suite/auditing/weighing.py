@@ -182,6 +182,12 @@ def judge_weights(
     # a loss that is right in some window has no coefficient of its own
     shown = {objective.key for objective in chain.from_iterable(found_in) if objective.right()}
     for key, several in uses.unequal.items():
+        if any(_has_returns(use.objective) for use in several):
+            said = "each pass weighs another number, some of them negative, as returns or advantages do"
+            result.notes[finding("changing-coefficient", said, several[0].objective.place)] += len(
+                several
+            )
+            continue
         unnamed = [use.objective for use in several if use.objective.named is None]
         # named once over all windows: one window may be explained by many rules
         general = _named(unnamed) if unnamed else None
@@ -564,6 +570,17 @@ def _is_difference(objective: ComparedObjective) -> bool:
     counts = np.array(objective.counts_of(objective.parts[0].term.own))
     sizes = np.abs(weights), np.abs(weights) * counts
     return any(np.ptp(size) <= objective.tolerance * size.max() for size in sizes)
+
+
+def _has_returns(objective: ComparedObjective) -> bool:
+    """Return whether micro-batches have weights of both signs and of different sizes: no count, and no
+    number of passes, has a sign, and a flipped one leaves the size.
+    """
+    weights = [part.weight for part in objective.parts]
+    sizes = sorted(map(abs, weights))
+    differences = np.diff(sizes)
+    are_different = bool((differences > objective.tolerance * sizes[-1]).all())
+    return objective.named is None and are_different and min(weights) < 0 < max(weights)
 
 
 # Violations, in words.

@@ -108,6 +108,32 @@ def test_a_difference_of_two_losses_is_an_objective_and_one_flipped_sign_is_not(
     assert ("changing-coefficient" in _names(result)) is not is_fault
 
 
+RETURNS = """
+for _ in range(WINDOWS):
+    for _ in range(K):
+        actions = torch.distributions.Categorical(logits=model(torch.randn(5, 5)))
+        gain = FACTOR
+        (-gain * actions.log_prob(actions.sample()).mean() / K).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("factor", "faults"),
+    [
+        ("torch.randn(()).item()", set()),
+        ("1.0", set()),
+        # numbers of one sign may come from a wrong count
+        ("1 + torch.rand(()).item()", {"unrecognised-weights"}),
+    ],
+)
+def test_returns_of_both_signs_are_coefficients(factor, faults, tmp_path):
+    result, _ = _audited(RETURNS.replace("FACTOR", factor), tmp_path)
+    assert _faults(result) == faults, result
+    assert ("changing-coefficient" in _names(result)) is ("randn" in factor)
+
+
 def test_windows_without_a_gradient_are_judged_as_what_they_are(tmp_path):
     text = """
 for window in range(2 * WINDOWS):
