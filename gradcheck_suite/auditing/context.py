@@ -416,6 +416,7 @@ class TorchAudit:
         self._longest: dict[int, int] = {}
         self._recomputed: Counter[str] = Counter()
         self._functions: set[FunctionKey] = set()
+        self._looked_at: set[int] = set()
         self._outside = CallsOfProgram()
         self._calls: list[RecordedCall] | str | None = None
         self._opinion: JaxOpinion | None = None
@@ -925,6 +926,7 @@ class TorchAudit:
             self._functions,
             {i: lines[key] for key, i in ids.items() if key in lines},
             None if violation is not None else self._turn(window, [*passes], ids),
+            looked_at=self._looked_at,
         )
         return asked, ids
 

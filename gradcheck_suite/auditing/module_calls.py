@@ -826,6 +826,8 @@ class ReplayOptions:
             between a call and its backward is written here, too.
         unhooked: whether the hooks that the forward sets on tensors are left out.
         packed: whether the program's hooks pack and unpack what is saved.
+        saved: `CHECKED` to see whether the forward writes to what it has saved, `COPIED` to save
+            copies; None to do neither.
     """
 
     hooks: bool = False
@@ -839,6 +841,33 @@ class ReplayOptions:
     as_it_was_at_backward: bool = False
     unhooked: bool = False
     packed: bool = False
+    saved: str | None = None
+
+
+CHECKED = "checked"
+COPIED = "copied"
+
+
+class SavedTensors:
+    """What is saved in a forward, with what it was then."""
+
+    def __init__(self) -> None:
+        self._saved: list[tuple[torch.Tensor, Fingerprint]] = []
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Note a tensor that is saved."""
+        self._saved.append((tensor, fingerprint(tensor)))
+        return tensor
+
+    @property
+    def are_rewritten(self) -> bool:
+        """Whether one of them has other values now."""
+        return any(not is_same_fingerprint(then, fingerprint(one)) for one, then in self._saved)
+
+    @staticmethod
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        """Return what was saved."""
+        return tensor
 
 
 ReceiveGradient = Callable[[int, torch.Tensor], None]
@@ -862,6 +891,7 @@ class ReplayResult:
             has returned, where that was asked for.
         checkpoints: that ran in the forward.
         hooked: the lines at which the forward has set hooks on tensors.
+        rewrites: whether the forward writes to what it has saved, where that was asked for.
     """
 
     gradients: Gradients = field(default_factory=dict)
@@ -873,6 +903,7 @@ class ReplayResult:
     marks: list[tuple[str, list[Fingerprint]]] = field(default_factory=list)
     checkpoints: Checkpoints = field(default_factory=lambda: Checkpoints())
     hooked: list[str] = field(default_factory=list)
+    rewrites: bool = False
 
 
 @dataclass
@@ -1175,6 +1206,10 @@ def replay(
         hooked = list[str]()
         if how.packed and forward.packing is not None:
             stack.enter_context(saved_tensors_hooks(*forward.packing))
+        saved = SavedTensors()
+        if how.saved is not None:
+            pack = saved.pack if how.saved == CHECKED else torch.clone
+            stack.enter_context(saved_tensors_hooks(pack, saved.unpack))
         with (
             torch.autocast(device, dtype=dtype, enabled=enabled),
             _watched_hooks(hooked, unhooked=how.unhooked),
@@ -1185,6 +1220,7 @@ def replay(
             marks=watched.marks,
             checkpoints=seen,
             hooked=hooked,
+            rewrites=saved.are_rewritten,
         )
         outputs = differentiable(watched.seen[-1])
         result.outputs = [output.detach() for output in outputs]

@@ -44,6 +44,8 @@ from gradcheck_suite.auditing.function_calls import (
 )
 from gradcheck_suite.auditing.modes import AsBefore
 from gradcheck_suite.auditing.module_calls import (
+    CHECKED,
+    COPIED,
     INPUTS,
     PARAMETERS,
     STATE,
@@ -63,6 +65,7 @@ from gradcheck_suite.auditing.recorder import ActivePass
 from gradcheck_suite.auditing.samples import (
     Fingerprint,
     Raw,
+    is_plain,
     is_same_fingerprint,
     read_samples,
     sample,
@@ -793,6 +796,11 @@ SENTENCES = {
         "parameters were written between a call of the model and its backward, which then computes"
         " with other ones than the call"
     ),
+    "rewritten": (
+        "the forward of {names} writes to a tensor that an operation has saved for the backward, as"
+        " by `.data` or numpy, of which torch does not know: the backward computes with other values"
+        " than the forward did"
+    ),
     "written buffers": (
         "buffers of the model were written between its call and its backward, which then computes"
         " with other ones than the call"
@@ -886,6 +894,8 @@ class RecomputeRequest:
         turn: the one pass that is enough where it shows nothing; None where all are asked for.
         is_sampled: whether `observed` has projections of what the passes have brought to each
             parameter, in place of a `.grad` that was edited after them.
+        looked_at: ids of the modules of which it is known whether their forward writes to what it
+            has saved; new ones are added.
     """
 
     passes: Sequence[ActivePass]
@@ -897,6 +907,7 @@ class RecomputeRequest:
     used_at: Mapping[int, str] = field(default_factory=dict)
     turn: PassInTurn | None = None
     is_sampled: bool = False
+    looked_at: set[int] = field(default_factory=set)
 
     def of_arrivals(self, brought: Mapping[int, Vector]) -> RecomputeRequest:
         """Return the same of what the passes have brought, in place of `.grad`.
@@ -972,6 +983,8 @@ def recompute(asked: RecomputeRequest) -> RecomputeResult:
     result = RecomputeResult()
     try:
         _compute(asked, result)
+        if result.name is None and result.how in (ONE_BATCH, BY_MICRO_BATCH):
+            _judge_saved(asked, result)
     except NotRecomputed as reason:
         return _refused(reason)
     except (KeyboardInterrupt, Terminated):
@@ -1736,6 +1749,73 @@ def _judge_own_terms(
             result.allowed = LEAST
             result.sentence = SENTENCES["own term"].format(name=names, number=number)
     return True
+
+
+def _judge_saved(asked: RecomputeRequest, result: RecomputeResult) -> None:
+    """Judge what a forward writes to that it has saved, where no version tells, as by `.data`: the
+    backward then computes with other values than the forward did, each time.
+    """
+    new = {id(part.forward.module): part for part in result.parts}
+    new = {key: part for key, part in new.items() if key not in asked.looked_at}
+    asked.looked_at.update(new)
+    how = ReplayOptions(forward_only=True, saved=CHECKED)
+    rewriting = [
+        part
+        for part in new.values()
+        if part.forward.packing is None
+        and replay(part.forward, part.forward.arguments, part.cotangents, how).rewrites
+    ]
+    if not rewriting or asked.is_faulty:
+        return
+    difference, _, _ = _computed(asked, result.parts, ReplayOptions(saved=COPIED))
+    if difference.worst is None or not any(
+        _is_other_than_slope(part, difference.worst) for part in rewriting
+    ):
+        return  # a mask over what a ReLU has given is in its derivative, too
+    names = [type(part.forward.module).__name__ for part in rewriting]
+    said = SENTENCES["rewritten"].format(names=", ".join(names[:MOST_LINES]))
+    _blame("changed-batch", said, difference, result)
+    result.causes = ("written",)
+
+
+def _is_other_than_slope(part: RecordedCall, key: int) -> bool:
+    """Return whether the gradient of a parameter is another one than that of the values of a call,
+    along most of some directions.
+    """
+    parameter = next((p for p in part.forward.module.parameters() if id(p) == key), None)
+    if parameter is None or not is_plain(parameter) or not parameter.is_floating_point():
+        return False
+    found = replay(part.forward, part.forward.arguments, part.cotangents, ReplayOptions())
+    gradient = found.gradients[key].double()
+    own = parameter.detach().clone()
+    off = 0
+    for seed in range(DIRECTIONS):
+        generator = torch.Generator().manual_seed(seed)
+        along = torch.randn(own.shape, generator=generator, dtype=own.dtype)
+        along *= STEP * norm(own) / norm(along)
+        try:
+            values = [_value_at(part, parameter, own + sign * along) for sign in (1, -1)]
+        finally:
+            parameter.data.copy_(own)
+        slope = (values[0] - values[1]) / 2
+        expected = float((gradient * along).sum())
+        off += not abs(slope - expected) <= SLOPE_ERROR * (abs(slope) + abs(expected))
+    return 2 * off > DIRECTIONS
+
+
+DIRECTIONS = 5
+STEP = 1e-2
+SLOPE_ERROR = 0.05
+"""Directions in which a slope is measured, the length of a step in each, relative to the parameter, and the relative
+error that curvature and rounding may have: what a forward writes over changes gradients by tens of percent."""
+
+
+def _value_at(part: RecordedCall, parameter: torch.Tensor, values: torch.Tensor) -> float:
+    """Return what goes backward from a call with other values of a parameter, which is left there."""
+    parameter.data.copy_(values)
+    how = ReplayOptions(forward_only=True)
+    outputs = replay(part.forward, part.forward.arguments, part.cotangents, how).outputs
+    return sum(float((outputs[i].double() * g.double()).sum()) for i, g in part.cotangents.items())
 
 
 def _blame(name: str, sentence: str, difference: GradDifference, result: RecomputeResult) -> None:

@@ -372,3 +372,45 @@ def test_a_parameter_that_joins_a_graph_that_was_known_is_seen(tmp_path):
     result, _ = _audited(UNFROZEN, tmp_path, model="", budget="none")
     assert result.windows == result.steps == 8, result
     assert "unseen-pass" not in _names(result)
+
+
+REWRITING = """
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(5, 8), torch.nn.Linear(8, 3)
+
+    def forward(self, x):
+        h = ACTIVATION(self.body(x))
+        WRITE
+        return self.head(h)
+
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(WINDOWS):
+    for _ in range(K):
+        x, y = torch.randn(6, 5), torch.randint(0, 3, (6,))
+        (F.cross_entropy(model(x), y) / K).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+MASK = "(torch.arange(8) % 2).float()"
+
+
+@pytest.mark.parametrize(
+    ("activation", "write", "faults"),
+    [
+        ("torch.tanh", f"h.data.mul_({MASK})", {"changed-batch"}),
+        ("torch.tanh", "h.detach().numpy()[:, 0] = 0", {"changed-batch"}),
+        ("torch.tanh", f"h = h * {MASK}", set()),
+        # what is written is nothing that the backward reads
+        ("torch.nn.Identity()", f"h.data.mul_({MASK})", set()),
+        # the derivative of a ReLU is 0 where it has given 0, so that a mask over it has the right one
+        ("torch.relu", f"h.data.mul_({MASK})", set()),
+    ],
+)
+def test_a_forward_that_writes_to_what_it_has_saved_is_found(activation, write, faults, tmp_path):
+    text = REWRITING.replace("ACTIVATION", activation).replace("WRITE", write)
+    result, _ = _audited(text, tmp_path, model="")
+    assert _faults(result) == faults, result
