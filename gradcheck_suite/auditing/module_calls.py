@@ -854,8 +854,13 @@ class SavedTensors:
     def __init__(self) -> None:
         self._saved: list[tuple[torch.Tensor, Fingerprint]] = []
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Note a tensor that is saved."""
+    def watched(self, how: str | None) -> contextlib.AbstractContextManager[Any]:
+        """Note, or copy, what is saved in a block."""
+        if how is None:
+            return contextlib.nullcontext()
+        return saved_tensors_hooks(self._noted if how == CHECKED else torch.clone, lambda one: one)
+
+    def _noted(self, tensor: torch.Tensor) -> torch.Tensor:
         self._saved.append((tensor, fingerprint(tensor)))
         return tensor
 
@@ -863,11 +868,6 @@ class SavedTensors:
     def are_rewritten(self) -> bool:
         """Whether one of them has other values now."""
         return any(not is_same_fingerprint(then, fingerprint(one)) for one, then in self._saved)
-
-    @staticmethod
-    def unpack(tensor: torch.Tensor) -> torch.Tensor:
-        """Return what was saved."""
-        return tensor
 
 
 ReceiveGradient = Callable[[int, torch.Tensor], None]
@@ -1207,9 +1207,7 @@ def replay(
         if how.packed and forward.packing is not None:
             stack.enter_context(saved_tensors_hooks(*forward.packing))
         saved = SavedTensors()
-        if how.saved is not None:
-            pack = saved.pack if how.saved == CHECKED else torch.clone
-            stack.enter_context(saved_tensors_hooks(pack, saved.unpack))
+        stack.enter_context(saved.watched(how.saved))
         with (
             torch.autocast(device, dtype=dtype, enabled=enabled),
             _watched_hooks(hooked, unhooked=how.unhooked),
