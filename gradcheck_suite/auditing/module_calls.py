@@ -34,7 +34,7 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from gradcheck_suite.auditing.checkpointed import GENERATOR, CheckpointWatch
 from gradcheck_suite.auditing.modes import Apart, AsBefore, is_of_rows
-from gradcheck_suite.auditing.places import Place, current_place
+from gradcheck_suite.auditing.places import current_place
 from gradcheck_suite.auditing.program_state import (
     NotRecomputed,
     ProgramState,
@@ -56,7 +56,7 @@ from gradcheck_suite.auditing.samples import (
 from gradcheck_suite.auditing.saved_values import note_call, saved_by_call
 from gradcheck_suite.auditing.shared_parameters import can_be_shared, put_back, shared
 from gradcheck_suite.auditing.terms import elements, factors_below, is_leaf, live, mark_call
-from gradcheck_suite.auditing.unused_calls import UnusedCalls
+from gradcheck_suite.auditing.unused_calls import CalledAt, UnusedCalls
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF, dtype_name
 from gradcheck_suite.core.findings import Occurrence, finding
 from gradcheck_suite.run.functions import ancestors, is_of_program, kinds_of
@@ -288,7 +288,7 @@ class ModuleCall:
     passed: dict[int, torch.Tensor] = field(default_factory=dict)
     packing: tuple[Callable[..., Any], Callable[..., Any]] | None = None
     bytes_saved: int = 0
-    counted_at: Place | None = None
+    counted_at: CalledAt | None = None
 
     @property
     def changed(self) -> bool:
@@ -532,11 +532,12 @@ class ModuleCalls:
             self._outermost = module
             self._below_outermost = _nodes_of(pytree.tree_leaves(arguments))
 
-    def _count(self, module: torch.nn.Module, steps: int) -> Place | None:
-        """Count a call of a module that trains; return its place where its gradient is asked for."""
-        trains = module.training and any(p.requires_grad for p in module.parameters())
-        place = current_place() if trains else None
-        return place if place is not None and self.unused.made(place, steps) else None
+    def _count(self, module: torch.nn.Module, steps: int) -> CalledAt | None:
+        """Count a call of a module that trains; return it where its gradient is asked for."""
+        if not module.training or not any(p.requires_grad for p in module.parameters()):
+            return None
+        called = CalledAt(id(module), current_place())
+        return called if self.unused.made(called, steps) else None
 
     def _begin(self, module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
         parameters = list(module.parameters())

@@ -10,7 +10,7 @@ import torch
 
 import gradcheck_suite
 from gradcheck_suite.auditing.places import Place
-from gradcheck_suite.auditing.unused_calls import MOST_WINDOWS, UnusedCalls
+from gradcheck_suite.auditing.unused_calls import MOST_WINDOWS, CalledAt, UnusedCalls
 
 WINDOWS = 3
 PASSES = 4
@@ -77,6 +77,16 @@ def _one_helper_on_two_lines(program: Program) -> None:
         program.step()
 
 
+def _detached_input_of_another(program: Program) -> None:
+    critic = torch.nn.Linear(4, 1)
+    of_critic = torch.optim.SGD(critic.parameters(), lr=0.1)
+    for _ in range(WINDOWS):
+        for _ in range(PASSES):
+            (critic(program.model(torch.randn(2, 5)).detach()).mean() / PASSES).backward()
+        of_critic.step()
+        of_critic.zero_grad()
+
+
 def _evaluated(program: Program) -> None:
     for _ in range(WINDOWS):
         for is_training in (True, False, False):
@@ -102,14 +112,16 @@ def test_calls_that_lead_to_no_backward_are_counted(run):
     assert f"9 of 12 calls of a module here led to no backward pass, in {WINDOWS} windows" in found
 
 
-@pytest.mark.parametrize("run", [_sum_of_all, _one_helper_on_two_lines, _evaluated])
+@pytest.mark.parametrize(
+    "run", [_sum_of_all, _one_helper_on_two_lines, _detached_input_of_another, _evaluated]
+)
 def test_calls_that_are_used_or_told_apart_are_not(run):
     assert _findings(run) == []
 
 
 def test_a_gradient_may_come_after_the_step_and_the_last_window_may_be_open():
     calls = UnusedCalls()
-    place = Place("train.py:3")
+    place = CalledAt(1, Place("train.py:3"))
     for steps in range(4):
         assert calls.made(place, steps)
         assert calls.made(place, steps)
@@ -124,7 +136,7 @@ def test_a_gradient_may_come_after_the_step_and_the_last_window_may_be_open():
 
 def test_a_call_that_one_window_leaves_out_is_not_told():
     calls = UnusedCalls()
-    place = Place("train.py:3")
+    place = CalledAt(1, Place("train.py:3"))
     for steps, used in enumerate((2, 1, 2)):
         for _ in range(2):
             calls.made(place, steps)
@@ -135,6 +147,6 @@ def test_a_call_that_one_window_leaves_out_is_not_told():
 
 def test_what_is_counted_is_bounded():
     calls = UnusedCalls()
-    place = Place("train.py:3")
+    place = CalledAt(1, Place("train.py:3"))
     taken = [calls.made(place, steps) for steps in range(2 * MOST_WINDOWS)]
     assert sum(taken) == MOST_WINDOWS
