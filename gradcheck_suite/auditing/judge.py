@@ -834,7 +834,7 @@ class AuditJudge:
         return {(rank, i): 1.0 for i, rank in product(own, range(self._ranks))}
 
     def _read(self, window: StepWindow, used: Mapping[Source, float]) -> None:
-        if window.not_finite & {index for _, index in used}:
+        if window.not_finite & ({index for _, index in used} or window.passes.keys()):
             # its weights cannot be read, and would hide what those of the other windows show
             self.skipped[window.number] = finding("not-finite", "a gradient is not finite")
             return

@@ -859,16 +859,22 @@ class SavedTensors:
         """Note, or copy, what is saved in a block."""
         if how is None:
             return contextlib.nullcontext()
-        return saved_tensors_hooks(self._noted if how == CHECKED else torch.clone, lambda one: one)
+        return saved_tensors_hooks(self._noted if how == CHECKED else _copied, lambda one: one)
 
     def _noted(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._saved.append((tensor, fingerprint(tensor)))
-        return tensor
+        # what a node has saved of its own output would hold the node, which holds it
+        one = tensor.detach()
+        self._saved.append((one, fingerprint(one)))
+        return one
 
     @property
     def are_rewritten(self) -> bool:
         """Whether one of them has other values now."""
         return any(not is_same_fingerprint(then, fingerprint(one)) for one, then in self._saved)
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
 
 
 ReceiveGradient = Callable[[int, torch.Tensor], None]

@@ -287,6 +287,7 @@ class StepWindow:
             ones each time: whether none of these stands there after another pass of the window.
         left_of_last: parameters of whose `.grad` an edit after the last pass has left what that pass
             has reached, and nothing else.
+        hidden: results of `torch.autograd.grad` that are too small beside others to be told.
     """
 
     optimizer: int
@@ -316,6 +317,7 @@ class StepWindow:
     factor_of_most: float | None = None
     masked: Mapping[int, bool] = field(default_factory=dict)
     left_of_last: Mapping[int, LeftOfLast] = field(default_factory=dict)
+    hidden: Set[int] = frozenset()
 
     def slim(self) -> None:
         """Let go of what only the judgement of its sum needs: a window is kept, to be weighed with
@@ -1159,6 +1161,7 @@ class Replay:
         # what the program kept elsewhere can have come back only where a pass was reset
         keys = [key for key, passes in lost.items() if passes]
         may_be = self._may_be_put_together(window, found, factors, off=off, lost=keys)
+        window.hidden = self._hidden_in(window, kept)
         window.edits_slightly = self._may_be_unseen(found, off)
         if may_be and not (off and self._is_of_some_elements(found, keys or off)):
             fitted_keys = {key: found[key] for key in keys or found}
@@ -1187,6 +1190,27 @@ class Replay:
         if window.edit == FREE:
             window.factor_of_most = self._factor_of_most(found)
 
+    def _hidden_in(self, window: StepWindow, kept: Mapping[int, Coefficients]) -> set[int]:
+        """Return the results of `torch.autograd.grad` that rounding hides beside others, wherever
+        these are seen.
+        """
+        results = {index: seen for index, seen in window.passes.items() if seen.by_hand}
+        hidden = set[int]()
+        for index, seen in results.items():
+            others = {i: c for i, c in results.items() if i != index}
+            shown = [
+                key
+                for key, coefficients in kept.items()
+                if coefficients and key in seen.arrived
+                if size(seen.arrived[key])
+                > 2
+                * self.tolerance(key)
+                * max((size(one.arrived.get(key, ZERO)) for one in others.values()), default=0.0)
+            ]
+            if others and not shown:
+                hidden.add(index)
+        return hidden
+
     def _factors(self, found: Mapping[int, GradChange]) -> dict[int, float | None]:
         """Return by what the `.grad` of each parameter was multiplied after the last pass.
 
@@ -1213,7 +1237,8 @@ class Replay:
             if one.event == NOT_FINITE and self._is_by_hand_alone(window, key):
                 kept[key] = {}
         edited = {key: one for key, one in found.items() if one.event == EDITED}
-        if self._still_stands(edited):
+        sources = set[Source]().union(*(kept[key] for key in edited))
+        if self._still_stands(edited, _beside(window, sources)):
             return kept
         # written over: what an earlier step has left there is gone
         for key in edited:
@@ -1311,20 +1336,31 @@ class Replay:
             key: {(0, i): c for i, c in pairs if key in self._arrived[0, i]} for key in fit.keys
         }
 
-    def _still_stands(self, edited: Mapping[int, GradChange]) -> bool:
-        """Return whether what stood in some `.grad` is still a part of them, or nothing tells."""
+    def _still_stands(
+        self, edited: Mapping[int, GradChange], beside: Iterable[BackwardPass]
+    ) -> bool:
+        """Return whether what stood in some `.grad` is still a part of them, or nothing tells.
+
+        Args:
+            edited: the gradients.
+            beside: passes that may be in them, too.
+        """
         if not edited:
             return True
         then = np.concatenate([self._states[0][key].sample[:ELEMENTS] for key in edited])
-        found = fitted(
-            then[:, None], np.concatenate([one.now[:ELEMENTS] for one in edited.values()])
-        )
+        now = np.concatenate([one.now[:ELEMENTS] for one in edited.values()])
+        arrived = [
+            np.concatenate([seen.arrived.get(key, ZERO)[:ELEMENTS] for key in edited])
+            for seen in beside
+        ]
+        others = [one for one in arrived if one.any()]
+        columns = [then, *others] if len(now) > 2 * len(others) + FEWEST else [then]
+        found = fitted(np.stack(columns, axis=1), now)
         if found is None or np.count_nonzero(then) < FEWEST:
             return False
-        (share,), left, (spread,) = found
-        return bool(
-            abs(share) > SIGNIFICANT * np.sqrt((left * left).sum() / (len(left) - 1)) * spread
-        )
+        shares, left, spreads = found
+        rest = np.sqrt((left * left).sum() / (len(left) - len(columns)))
+        return bool(abs(shares[0]) > SIGNIFICANT * rest * spreads[0])
 
     def _lost_in(self, window: StepWindow, key: int) -> list[int]:
         """Return the passes that arrived at a parameter and that no event has left in its `.grad`."""
@@ -1580,6 +1616,15 @@ class Replay:
         self._zero = {n for n in self._zero if n[1] in kept}
         self._not_finite &= kept
         self._discarded = {one: cs for one, cs in self._discarded.items() if one <= kept}
+
+
+def _beside(window: StepWindow, sources: Iterable[Source]) -> Iterable[BackwardPass]:
+    """Return the passes of a window where all that stood in a `.grad` is of earlier ones: gradients of
+    one step are like those of the last one, and are no part of them.
+    """
+    indices = {index for _, index in sources}
+    is_of_earlier = bool(indices) and all(EARLIER <= index < window.before for index in indices)
+    return window.passes.values() if is_of_earlier else ()
 
 
 def _are_equal(own: Mapping[int, Vector], other: Mapping[int, Vector]) -> bool:

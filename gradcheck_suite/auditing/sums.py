@@ -184,7 +184,7 @@ class _Results:
 def _results(e: E) -> _Results:
     is_there = np.abs(e.mean) > _least_there(e)
     there = columns_where(e.by_hand & is_there)
-    gone = columns_where(e.by_hand & ~is_there)
+    gone = [j for j in columns_where(e.by_hand & ~is_there) if e.indices[j] not in e.window.hidden]
     both = e.places(there) & e.places(gone)
     return _Results(
         there=[j for j in there if e.places([j]) & both],

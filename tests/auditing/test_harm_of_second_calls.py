@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
+from gradcheck_suite.auditing import samples
 from tests.auditing.running import audited
 
 ENDING = """
@@ -147,3 +150,28 @@ def test_the_program_finds_anomaly_mode_as_it_has_left_it(tmp_path):
         *(off, off),
         *((True, True), off),
     ]
+
+
+OF_A_CALL = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(7, 11), torch.nn.Tanh(), torch.nn.Linear(11, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    for _ in range(2):
+        (model(torch.randn(6, 7)).square().mean() / 2).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_what_was_looked_at_is_let_go(tmp_path):
+    """A node that keeps its own output by a hook is held by it, where no collector sees it."""
+    path = tmp_path / "train.py"
+    path.write_text(OF_A_CALL)
+    result, names = audited(path, quiet=True)
+    assert result.again, result
+    del names
+    gc.collect()
+    tensors = (one for one in gc.get_objects() if type(one) in samples.OWN)
+    assert not [one.shape for one in tensors if one.shape in ((11, 7), (6, 11))]
