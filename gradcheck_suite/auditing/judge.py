@@ -495,13 +495,13 @@ class AuditJudge:
         self._note_places(evidence)
         self._note_length(evidence)
         self._note_parts(evidence)
-        self._note_alike(window)
         if self._judges_sums:
             self._shared.take(evidence)
         used = self._judge_sums(evidence) if self._judges_sums else self._assumed(window)
         if used is None:
             return
         self.used = used
+        self._note_alike(window, used)
         self._note_modes(window, used)
         if self._judges_weights:
             self._read(window, used)
@@ -656,9 +656,10 @@ class AuditJudge:
         if line and scaled and edited and (not unscaled or _number_of(unscaled) > _number_of(line)):
             self._clipped.add(line)
 
-    def _note_alike(self, window: StepWindow) -> None:
-        """Note that all micro-batches of a window have brought the same."""
-        arrived = [seen.arrived for seen in window.passes.values()]
+    def _note_alike(self, window: StepWindow, used: Mapping[Source, float]) -> None:
+        """Note that all micro-batches in a window's gradient have brought the same."""
+        indices = {index for _, index in used}
+        arrived = [seen.arrived for index, seen in window.passes.items() if index in indices]
         if len(arrived) < 2 or not any(one.any() for one in arrived[0].values()):
             return
         keys = arrived[0].keys()
