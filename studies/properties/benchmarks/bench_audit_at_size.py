@@ -7,22 +7,20 @@ of the processor time of the training and of the peak of the process's memory, m
 Imports and the beginning of the audit are in neither. Steps by the million are in
 `tests/auditing/test_harm_at_size.py`: what is kept of these needs no training.
 
-Measured with torch 2.13.0 on two cores of x86-64 at a load of 6 to 8, each row by two pairs of runs
-of one thread, as ratios of time and of memory:
+Measured with torch 2.13.0 on two cores of x86-64, one pair of runs of one thread each, with tests on
+the other core for the first two rows, as ratios of time and of memory:
 
-- hooks 1.13 and 1.10 of 27 s and 420 MB (one pair)
-- channels last 1.08 to 1.10 and 1.06 of 6 s and 339 MB
-- 4,000 optimizers 1.07 to 1.14 and 1.02 of 3 s and 321 MB
-- 3,000 lines 0.93 to 1.08 and 1.04 of 7 s and 333 MB
-- 1,600 layers were not run to their end: 1.2 times the memory in a judged window, 1.4 times while one
-  is computed again, and two to six times the time of a window there
+- 1,600 layers 1.70 and 1.25 of 26 s and 448 MB
+- hooks 1.02 and 1.13 of 25 s and 427 MB
+- channels last 0.94 and 1.06 of 5 s and 339 MB; 1.15 in another pair
+- 4,000 optimizers 0.70 and 1.02 of 2 s and 322 MB; 1.03 in another pair
+- 3,000 lines 0.82 and 1.04 of 5 s and 332 MB; 1.04 in another pair
 
-What remains is fixed in a run. Of the time: the first three windows are computed again as a whole,
-which takes as long as each of them or longer, and twenty are judged. With hooks that is about 3.5 s,
-which are a twentieth of 70 s, so of about 300 windows; of `channels last` 0.5 s, a twentieth of 10 s. Of
-the memory: 10 MB for what an audit loads and finds in a program of any size, and the activations of
-the window in one batch, which are those of all its passes. A judged window of the 1,600 layers takes
-twice its time, since most of their gradients vanish, and are sampled as a whole.
+Of the 1,600 layers 18 s are left, which are fixed in a run: three windows are computed again,
+micro-batch by micro-batch, and five are judged, each in about a second for 3,200 parameters. They are
+a twentieth of six minutes, so of about 800 windows. Of the memory: 10 MB for what an audit loads and
+finds in a program of any size, and the gradients of a window that is computed again, which are as
+much as the parameters; in one batch what it saves, 25 MB or a twentieth of the peak at most.
 """
 
 from __future__ import annotations
