@@ -844,8 +844,9 @@ class AuditJudge:
         if window.edit == BY_HAND:
             one = replace(one, kept=[self._pending_of(window, kept) for kept in window.kept_apart])
         elif not used:
-            if window.has_only(window.zero):
-                # what arrived is 0 with any weights, and so is the gradient
+            if window.has_only(window.zero) and self._pending[window.optimizer]:
+                # what arrived is 0 with any weights, and so is the gradient; a run of nothing else
+                # shows nothing
                 self._mark_read({window.number})
             elif window.has_only(window.null):
                 said = "no element of its gradients that was looked at differs from 0"
