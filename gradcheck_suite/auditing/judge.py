@@ -662,9 +662,9 @@ class AuditJudge:
         arrived = [seen.arrived for index, seen in window.passes.items() if index in indices]
         if len(arrived) < 2 or not any(one.any() for one in arrived[0].values()):
             return
-        keys = arrived[0].keys()
-        have_same = all(other.keys() == keys for other in arrived)
-        if have_same and self._replay.are_alike(arrived[0], arrived[1:], keys):
+        first, *others = arrived
+        have_same = all(other.keys() == first.keys() for other in others)
+        if have_same and self._replay.are_alike(first, others, first):
             said = "all micro-batches of a window brought the same gradient"
             self._notes[finding("same-micro-batches", said, window.where)] += 1
 
@@ -768,8 +768,8 @@ class AuditJudge:
             if not one.rule.is_silent:
                 found = one.rule.finding(one.seen)
                 if one.seen.keys:
-                    names = self._names(one.seen.keys)
-                    found = replace(found, sentence=f"{found.sentence} ({names})")
+                    said = f"{found.sentence} ({self._names(one.seen.keys)})"
+                    found = replace(found, sentence=said)
                 self._notes[found] += 1
             elif one.rule.called == "removed-gradient":
                 self._removed[window.optimizer].append(one.seen.keys)
@@ -1098,7 +1098,7 @@ class AuditJudge:
         windows = self._windows[optimizer]
         since = max(FEWEST_WITHOUT, windows // 3)
         reached = self._reached[optimizer]
-        gone = [key for key in last.keys if windows - 1 - reached.get(key, windows) >= since]
+        gone = [key for key in last.keys if reached.get(key, windows) < windows - since]
         if gone:
             said = (
                 f"{counted(len(gone), 'parameter')} of the optimizer had a gradient in earlier"

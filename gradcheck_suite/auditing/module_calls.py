@@ -706,12 +706,12 @@ class ModuleCalls:
         forward.bytes_saved = saved.size
         for name, line in saved.constants.items():
             # nodes keep their stacks in the first windows alone
-            line = self._constants.setdefault((id(module), name), line)
+            where = self._constants.setdefault((id(module), name), line)
             said = (
                 f"a call of {type(module).__name__} computes with {name} as a constant here, as with"
                 " its `.data`: no gradient comes to it from there"
             )
-            self.notes[finding("parameter-as-constant", said, line)] += 1
+            self.notes[finding("parameter-as-constant", said, where)] += 1
         mark_call(differentiable(output), below)
         for tensor in filter(_computes_in_python, leaves_of(output)):
             forward.refusal = OF_PYTHON.format(type(tensor).__name__)

@@ -983,7 +983,8 @@ def recompute(asked: RecomputeRequest) -> RecomputeResult:
     result = RecomputeResult()
     try:
         _compute(asked, result)
-        if result.name is None and result.how in (ONE_BATCH, BY_MICRO_BATCH):
+        is_right = result.name is None and not asked.is_faulty
+        if is_right and result.how in (ONE_BATCH, BY_MICRO_BATCH):
             _judge_saved(asked, result)
     except NotRecomputed as reason:
         return _refused(reason)
@@ -1755,8 +1756,11 @@ def _judge_saved(asked: RecomputeRequest, result: RecomputeResult) -> None:
     """Judge what a forward writes to that it has saved, where no version tells, as by `.data`: the
     backward then computes with other values than the forward did, each time.
     """
-    new = {id(part.forward.module): part for part in result.parts}
-    new = {key: part for key, part in new.items() if key not in asked.looked_at}
+    new = {
+        id(part.forward.module): part
+        for part in result.parts
+        if id(part.forward.module) not in asked.looked_at
+    }
     asked.looked_at.update(new)
     how = ReplayOptions(forward_only=True, saved=CHECKED)
     rewriting = [
@@ -1765,7 +1769,7 @@ def _judge_saved(asked: RecomputeRequest, result: RecomputeResult) -> None:
         if part.forward.packing is None
         and replay(part.forward, part.forward.arguments, part.cotangents, how).rewrites
     ]
-    if not rewriting or asked.is_faulty:
+    if not rewriting:
         return
     difference, _, _ = _computed(asked, result.parts, ReplayOptions(saved=COPIED))
     if difference.worst is None or not any(
@@ -1785,8 +1789,8 @@ def _is_other_than_slope(part: RecordedCall, key: int) -> bool:
     parameter = next((p for p in part.forward.module.parameters() if id(p) == key), None)
     if parameter is None or not is_plain(parameter) or not parameter.is_floating_point():
         return False
-    found = replay(part.forward, part.forward.arguments, part.cotangents, ReplayOptions())
-    gradient = found.gradients[key].double()
+    found = replay(part.forward, part.forward.arguments, part.cotangents, ReplayOptions()).gradients
+    gradient = found[key].double()
     own = parameter.detach().clone()
     off = 0
     for seed in range(DIRECTIONS):
@@ -1814,7 +1818,7 @@ def _value_at(part: RecordedCall, parameter: torch.Tensor, values: torch.Tensor)
     """Return what goes backward from a call with other values of a parameter, which is left there."""
     parameter.data.copy_(values)
     how = ReplayOptions(forward_only=True)
-    outputs = replay(part.forward, part.forward.arguments, part.cotangents, how).outputs
+    outputs = replay(part.forward, part.forward.arguments, {}, how).outputs
     return sum(float((outputs[i].double() * g.double()).sum()) for i, g in part.cotangents.items())
 
 

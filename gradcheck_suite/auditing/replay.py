@@ -1195,21 +1195,20 @@ class Replay:
         these are seen.
         """
         results = {index: seen for index, seen in window.passes.items() if seen.by_hand}
+        keys = [key for key, coefficients in kept.items() if coefficients]
         hidden = set[int]()
         for index, seen in results.items():
-            others = {i: c for i, c in results.items() if i != index}
-            shown = [
-                key
-                for key, coefficients in kept.items()
-                if coefficients and key in seen.arrived
-                if size(seen.arrived[key])
-                > 2
-                * self.tolerance(key)
-                * max((size(one.arrived.get(key, ZERO)) for one in others.values()), default=0.0)
-            ]
-            if others and not shown:
+            others = [other for i, other in results.items() if i != index]
+            if others and not any(self._is_shown(key, seen, others) for key in keys):
                 hidden.add(index)
         return hidden
+
+    def _is_shown(self, key: int, seen: BackwardPass, others: Iterable[BackwardPass]) -> bool:
+        """Return whether what a pass has brought to a parameter is more than the rounding of others."""
+        if key not in seen.arrived:
+            return False
+        largest = max(size(other.arrived.get(key, ZERO)) for other in others)
+        return size(seen.arrived[key]) > 2 * self.tolerance(key) * largest
 
     def _factors(self, found: Mapping[int, GradChange]) -> dict[int, float | None]:
         """Return by what the `.grad` of each parameter was multiplied after the last pass.

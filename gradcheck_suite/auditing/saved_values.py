@@ -24,7 +24,6 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from gradcheck_suite.auditing import samples
-from gradcheck_suite.auditing.places import in_trace
 from gradcheck_suite.auditing.samples import (
     BatchedSampler,
     Fingerprint,
@@ -32,7 +31,7 @@ from gradcheck_suite.auditing.samples import (
     is_plain,
     is_same_fingerprint,
 )
-from gradcheck_suite.auditing.terms import MARK, RAW, is_leaf, is_packed, kind
+from gradcheck_suite.auditing.terms import MARK, RAW, is_leaf, is_packed, kind, line_of
 from gradcheck_suite.run.functions import nodes_from
 
 NOTE = f"{MARK} saved"
@@ -171,8 +170,11 @@ def saved_by_call(
         outputs: of the call.
         below: the nodes that its inputs had.
     """
-    parameters = {_memory(p): n for n, p in module.named_parameters() if _has_storage(p)}
-    trained = {_memory(p) for p in module.parameters() if p.requires_grad and _has_storage(p)}
+    own = {name: p for name, p in module.named_parameters() if _has_storage(p)}
+    parameters = set(map(_memory, own.values()))
+    trained = {
+        _memory(parameter): name for name, parameter in own.items() if parameter.requires_grad
+    }
     sizes = dict[int, int]()
     constants = dict[str, str | None]()
     for output in outputs:
@@ -183,7 +185,7 @@ def saved_by_call(
             if where not in parameters:
                 sizes[where] = saved.tensor.untyped_storage().nbytes()
             elif where in trained and _is_constant(saved):
-                constants[parameters[where]] = in_trace(saved.node.metadata.get("traceback_", ()))
+                constants[trained[where]] = line_of(saved.node)
     return SavedByCall(sum(sizes.values()), constants)
 
 

@@ -157,8 +157,8 @@ class Recomputed:
         # one that steps no more is not waited for
         kept = {other: due for other, due in self._due.items() if due > -self._every}
         self._due = {other: due - (due <= 0) for other, due in kept.items()}
-        is_tried = self._attempts[optimizer] < ATTEMPTS
-        self.begins = may_begin and self.number[optimizer] < AGAIN and is_tried
+        is_tried = self.number[optimizer] < AGAIN and self._attempts[optimizer] < ATTEMPTS
+        self.begins = may_begin and is_tried
         self._due[optimizer] = 0 if self.begins else self._wait(optimizer) - 1
 
     def _wait(self, optimizer: int) -> int:
@@ -284,11 +284,9 @@ class Schedule:
         self._measure(optimizer, passes)
         due = self._recomputed.is_due
         begins = self._counted >= (ON_RANKS if self._on_ranks else FURTHEST) - PAIR
-        if not self._on_ranks:
-            begins = begins or self._windows == self._ends.expected - PAIR
-            begins = begins or budget.pays(
-                (PAIR + 1) * budget.of_windows + due * budget.of_recomputed
-            )
+        if not begins and not self._on_ranks:
+            cost = (PAIR + 1) * budget.of_windows + due * budget.of_recomputed
+            begins = self._windows == self._ends.expected - PAIR or budget.pays(cost)
         if begins:
             self._counted = 0
             self._gaps = self._gaps + 1

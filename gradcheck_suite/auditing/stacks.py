@@ -22,12 +22,12 @@ class NodeStacks:
 
     def open(self) -> None:
         """Tell the program of its own mode alone, which `detect_anomaly` puts back when it ends."""
-        told = {
-            "is_anomaly_enabled": self._is_enabled_by_program,
-            "is_anomaly_check_nan_enabled": self._is_checked_by_program,
-        }
-        for name, function in told.items():
-            self._undo.enter_context(mock.patch.object(torch, name, function))
+        told = mock.patch.multiple(
+            torch,
+            is_anomaly_enabled=self._is_enabled_by_program,
+            is_anomaly_check_nan_enabled=self._is_checked_by_program,
+        )
+        self._undo.enter_context(told)
 
     def close(self) -> None:
         """Leave the mode as the program has it."""

@@ -341,7 +341,7 @@ def _targets_of_sequences(node: Any) -> torch.Tensor | None:
     return torch.tensor(sum(lengths)) if isinstance(lengths, tuple) else None
 
 
-def _line_of(node: Any) -> str | None:
+def line_of(node: Any) -> str | None:
     """Return the line that has made a node, where it has kept its stack."""
     return in_trace(node.metadata.get("traceback_", ()))
 
@@ -913,7 +913,7 @@ class Reader:
     def _add(self, found: _PendingTerm, node: Any, index: int) -> None:
         found.node = node
         found.has_dimension = bool(_shape(node, index))
-        found.term.line = _line_of(node)
+        found.term.line = line_of(node)
         self.found.append(found)
         self._hook(node, found, "arrived", index)
 
@@ -1015,7 +1015,7 @@ def used_at(nodes: Iterable[Any]) -> dict[int, str]:
         seen.add(node)
         below = [one for one, _ in node.next_functions if one is not None]
         stack += [one for one in below if not is_leaf(one)]
-        line = in_trace(node.metadata.get("traceback_", ()))
+        line = line_of(node)
         found |= {id(one.variable): line for one in below if line and is_leaf(one)}
     return found
 

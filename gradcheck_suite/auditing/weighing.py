@@ -183,10 +183,9 @@ def judge_weights(
     shown = {objective.key for objective in chain.from_iterable(found_in) if objective.right()}
     for key, several in uses.unequal.items():
         if any(_has_returns(use.objective) for use in several):
+            place = several[0].objective.place
             said = "each pass weighs another number, some of them negative, as returns or advantages do"
-            result.notes[finding("changing-coefficient", said, several[0].objective.place)] += len(
-                several
-            )
+            result.notes[finding("changing-coefficient", said, place)] += len(several)
             continue
         unnamed = [use.objective for use in several if use.objective.named is None]
         # named once over all windows: one window may be explained by many rules
@@ -576,11 +575,10 @@ def _has_returns(objective: ComparedObjective) -> bool:
     """Return whether micro-batches have weights of both signs and of different sizes: no count, and no
     number of passes, has a sign, and a flipped one leaves the size.
     """
-    weights = [part.weight for part in objective.parts]
-    sizes = sorted(map(abs, weights))
-    differences = np.diff(sizes)
-    are_different = bool((differences > objective.tolerance * sizes[-1]).all())
-    return objective.named is None and are_different and min(weights) < 0 < max(weights)
+    weights = np.array([part.weight for part in objective.parts])
+    sizes = np.sort(np.abs(weights))
+    are_different = np.diff(sizes).min() > objective.tolerance * sizes[-1]
+    return objective.named is None and bool(are_different and weights.min() < 0 < weights.max())
 
 
 # Violations, in words.

@@ -247,15 +247,15 @@ def test_a_branch_of_a_function_that_comes_later_is_asked_for(leak, is_said, tmp
     assert ("custom-function" in _names(result)) is is_said, result
 
 
-SPIKES = """
+NET = """
 class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.body, self.head = torch.nn.Linear(5, 8), torch.nn.Linear(8, 3)
 
     def forward(self, x):
-        h = torch.tanh(self.body(x))
-        h.register_hook(lambda g: torch.zeros_like(g) if g.norm() > MOST else None)
+        h = ACTIVATION(self.body(x))
+        BETWEEN
         return self.head(h)
 
 
@@ -270,10 +270,15 @@ for _ in range(WINDOWS):
 """
 
 
+def _net(activation, between):
+    return NET.replace("ACTIVATION", activation).replace("BETWEEN", between)
+
+
 @pytest.mark.parametrize(("most", "is_fault"), [("0.2", False), ("0.053", True)])
 def test_a_threshold_that_no_gradient_reaches_is_no_fault(most, is_fault, tmp_path):
     """Gradients here have norms up to 0.1; the audit's own second computation multiplies them by 8."""
-    result, _ = _audited(SPIKES.replace("MOST", most), tmp_path, model="")
+    guard = f"h.register_hook(lambda g: torch.zeros_like(g) if g.norm() > {most} else None)"
+    result, _ = _audited(_net("torch.tanh", guard), tmp_path, model="")
     assert bool(result.violations) is is_fault, result
     told = [*(v.explanation for v in result.violations), *result.findings]
     assert any("a hook that the forward sets on a tensor" in said for said in told)
@@ -374,27 +379,6 @@ def test_a_parameter_that_joins_a_graph_that_was_known_is_seen(tmp_path):
     assert "unseen-pass" not in _names(result)
 
 
-REWRITING = """
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = torch.nn.Linear(5, 8), torch.nn.Linear(8, 3)
-
-    def forward(self, x):
-        h = ACTIVATION(self.body(x))
-        WRITE
-        return self.head(h)
-
-
-model = Net()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(WINDOWS):
-    for _ in range(K):
-        x, y = torch.randn(6, 5), torch.randint(0, 3, (6,))
-        (F.cross_entropy(model(x), y) / K).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-"""
 MASK = "(torch.arange(8) % 2).float()"
 
 
@@ -411,6 +395,5 @@ MASK = "(torch.arange(8) % 2).float()"
     ],
 )
 def test_a_forward_that_writes_to_what_it_has_saved_is_found(activation, write, faults, tmp_path):
-    text = REWRITING.replace("ACTIVATION", activation).replace("WRITE", write)
-    result, _ = _audited(text, tmp_path, model="")
+    result, _ = _audited(_net(activation, write), tmp_path, model="")
     assert _faults(result) == faults, result

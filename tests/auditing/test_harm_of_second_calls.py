@@ -9,6 +9,13 @@ import pytest
 from gradcheck_suite.auditing import samples
 from tests.auditing.running import audited
 
+TRAINED = """
+for _ in range(4):
+    for _ in range(2):
+        (model(torch.randn(6, 5)).square().mean() / 2).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
 ENDING = """
 import sys
 import torch
@@ -31,18 +38,12 @@ class Net(torch.nn.Module):
 
 
 def guard(g):
-    if g.norm() > 1:  # the program's own gradients have norms of 0.1
+    if g.norm() > 0.3:  # the program's own gradients have norms of 0.1
         END
 
 
 model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(4):
-    for _ in range(2):
-        (model(torch.randn(6, 5)).square().mean() / 2).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-ended = True
 """
 
 
@@ -50,7 +51,7 @@ ended = True
 def test_what_ends_the_second_call_does_not_end_the_program(end, tmp_path):
     path = tmp_path / "train.py"
     # eight times the gradient, which the second computation sends back, is above the limit
-    path.write_text(ENDING.replace("END", end).replace("> 1:", "> 0.3:"))
+    path.write_text(f"{ENDING.replace('END', end)}{TRAINED}ended = True")
     result, names = audited(path, quiet=True)
     assert names["ended"]
     assert not result.violations, result
@@ -72,19 +73,12 @@ def counted(self, *args, **kwargs):
 torch.nn.Module.__call__ = counted
 model = torch.nn.Linear(5, 3)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(4):
-    for _ in range(2):
-        (model(torch.randn(6, 5)).square().mean() / 2).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-torch.nn.Module.__call__ = plain
-number = len(calls)
 """
 
 
 def test_a_wrapper_of_all_modules_counts_the_programs_own_calls(tmp_path):
     path = tmp_path / "train.py"
-    path.write_text(COUNTING)
+    path.write_text(f"{COUNTING}{TRAINED}torch.nn.Module.__call__ = plain\nnumber = len(calls)")
     result, names = audited(path, quiet=True)
     assert result.again, result
     assert names["number"] == 8
